@@ -72,7 +72,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
         {"dtype": "float32", "out_dtype": "float32", "algorithm": "bf16_x3"},
         {"normalised": True},
     ],
-    "gated_matmul": [{"dtype": "float16", "out_dtype": "float16", "layout": "nt"}, {"normalised": True}],
+    "gated_matmul": [{"dtype": "float16", "out_dtype": "float16", "layout": "nt"}, {"normalised": True, "joined": True}],
     "quantized_matmul": [
         {"w_dtype": "int4", "group_size": 128, "zero_points": True, "dtype": "float16", "out_dtype": "float16"},
         {"scale_dtype": "float32"},

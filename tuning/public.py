@@ -33,6 +33,7 @@ from mgpu_ops.attention.model import SOFT_CAP
 from mgpu_ops.grouped.grouped_matmul.problem import by_name
 from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.epilogue import names
+from mgpu_ops.matmul.quantities import EPSILON
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning.terminal import brief
@@ -44,10 +45,11 @@ def _matmul(problem: MatmulProblem, backend: dispatch.Backend | None) -> Callabl
     p = problem
     options: dict[str, Any] = {"activation": p.activation, "out_dtype": p.out_dtype, "backend": backend}
     options |= {"transpose_a": p.layout[0] == "t", "transpose_b": p.layout[1] == "t"}
-    options["precision"] = algorithms.PRESETS.get(p.algorithm)
+    options |= {"precision": algorithms.PRESETS.get(p.algorithm), "rms_epsilon": EPSILON if p.normalised else None}
 
     def call(a: jax.Array, b: jax.Array, *extra: jax.Array) -> jax.Array:
         arrays: dict[str, Any] = dict(zip(names(p)[2:], extra, strict=True))
+        arrays.pop("epsilon", None)
         return mgpu_ops.matmul(a, b, **arrays, **options)
 
     return call
@@ -58,7 +60,12 @@ def _gated_matmul(problem: GatedMatmulProblem, backend: dispatch.Backend | None)
     if problem.gradient or problem.stored:
         return lambda *arrays: dispatch.run(mgpu_ops.spec_of("gated_matmul"), problem, arrays, config=None, backend=backend)
     options: dict[str, Any] = {"activation": problem.activation, "out_dtype": problem.out_dtype, "backend": backend}
-    return partial(mgpu_ops.gated_matmul, transpose_w=problem.layout == "nt", **options)
+    options |= {"transpose_w": problem.layout == "nt", "rms_epsilon": EPSILON if problem.normalised else None}
+
+    def call(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, *_: jax.Array) -> jax.Array:
+        return mgpu_ops.gated_matmul(x, w_gate, None if problem.joined else w_up, **options)
+
+    return call
 
 
 def _quantized_matmul(problem: QuantizedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
@@ -170,7 +177,12 @@ def _rotary(problem: RotaryProblem, backend: dispatch.Backend | None) -> Callabl
         return lambda *arrays: dispatch.run(mgpu_ops.spec_of("rotary"), p, arrays, config=None, backend=backend)
     sequences = p.rows // max(p.positions, 1)
     rotate = partial(mgpu_ops.rotary_qkv, heads=p.heads, kv_heads=p.kv_heads, backend=backend)
-    return lambda qkv, cos, sin: rotate(qkv.reshape(sequences, p.positions, -1), cos, sin)
+
+    def call(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
+        parts = rotate(qkv.reshape(sequences, p.positions, -1), cos, sin)
+        return jax.tree.map(lambda part: part.reshape(p.rows, *part.shape[2:]), parts)
+
+    return call
 
 
 def _embedding(problem: EmbeddingProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.embedding.model import candidates, cost, default, distance, space
+from mgpu_ops.embedding.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.embedding.problem import (
     SHAPES,
     SUITES,
@@ -34,7 +34,6 @@ from mgpu_ops.embedding.problem import (
     inputs,
     supports,
     tolerance,
-    unmeasured,
 )
 from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import Baseline, OpSpec
@@ -180,7 +179,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline=_baseline,
-    unmeasured=unmeasured,
+    baseline_cost=baseline_cost,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "embedding", "launch", "reference"]

@@ -9,8 +9,11 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of, require
 from mgpu_ops.embedding.problem import SPACE, Config, Problem, bytes_moved, check, supports
 
-_LAUNCH = 60e-6  # seconds, of the kernel, and of the sort before it
-_LATENCY = 0.7e-6  # of loads that follow each other: which tokens, and their rows
+_LAUNCH = 15e-6  # seconds, of the kernel, and of the sort before it
+_LATENCY = 0.4e-6  # of loads that follow each other: which tokens, and their rows
+# Of XLA, fitted to nine problems of an H200 (results/2026-11-24-h200-survey.jsonl): s, and times the bytes of the result and of
+# what the tokens have
+_XLA_LAUNCH, _XLA_OUT, _XLA_TOKENS = 4e-6, 2.8, 18.6
 _FREQUENT = 1 / 32  # of the tokens that a text's most frequent word has, which one block adds up
 
 
@@ -23,6 +26,13 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     stored = p.width * itemsize_of(p.dtype) * c.blocks * gpu.sms / gpu.memory_bytes_per_s
     of_all = steps * (stored + _LATENCY) + 2 * math.ceil(p.rows / (gpu.sms * c.blocks)) * _LATENCY
     return _LAUNCH + max(memory, of_all, 2 * p.rows * _FREQUENT / c.loads * _LATENCY)
+
+
+def baseline_cost(problem: Problem, gpu: Gpu) -> float:
+    """Modelled seconds of XLA: zeros, and atomic additions for ids that are equally frequent; of others it takes longer."""
+    p = problem
+    out, tokens = (count * p.width * itemsize_of(p.dtype) for count in (p.vocabulary, p.rows))
+    return _XLA_LAUNCH + (_XLA_OUT * out + _XLA_TOKENS * tokens) / gpu.memory_bytes_per_s
 
 
 _choices = Choices("embedding", SPACE, Config, supports, check, cost)

@@ -69,17 +69,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-_SEEN_ROWS, _SEEN_WIDTH = 4096, 1024  # at least so many tokens, and a width that this divides, where the kernel ran on an H200
-
-
-def unmeasured(problem: Problem) -> str | None:
-    """Why calls run XLA until their problem or one near it was measured; None where steps of training ran the kernel."""
-    p = problem
-    if p.dtype == "bfloat16" and p.rows >= _SEEN_ROWS and p.width % _SEEN_WIDTH == 0:
-        return None
-    return "nothing is tuned for it: backend='mosaic' runs the kernel"
-
-
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason."""
     if reason := supports(problem, gpu) or outside(SPACE, config):

@@ -38,7 +38,6 @@ from mgpu_ops.rms_norm.problem import (
     smem_bytes,
     supports,
     tolerance,
-    unmeasured,
 )
 from mgpu_ops.rms_rows import checked_epsilon
 
@@ -222,7 +221,6 @@ SPEC = OpSpec(
     run=launch,
     reference=reference,
     tolerance=tolerance,
-    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "launch", "reference", "rms_norm", "smem_bytes"]

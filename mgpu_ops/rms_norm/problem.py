@@ -80,11 +80,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why calls run XLA until their problem or one near it was measured."""
-    return "nothing is tuned for it: backend='mosaic' runs the kernel"
-
-
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason."""
     if reason := supports(problem, gpu) or outside(SPACE, config):

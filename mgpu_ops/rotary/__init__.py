@@ -37,7 +37,6 @@ from mgpu_ops.rotary.problem import (
     smem_bytes,
     supports,
     tolerance,
-    unmeasured,
 )
 
 
@@ -240,7 +239,6 @@ SPEC = OpSpec(
     run=launch,
     reference=reference,
     tolerance=tolerance,
-    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "RotaryCall", "default", "launch", "reference", "rotary_qkv", "smem_bytes"]

@@ -103,17 +103,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-_SEEN, _SEEN_ROWS = 4, 4096  # heads rotated at once, and rows, at least, where the kernel ran on an H200
-
-
-def unmeasured(problem: Problem) -> str | None:
-    """Why calls run XLA until their problem or one near it was measured; None where steps of training ran the kernel."""
-    p = problem
-    if (p.head_dim, p.dtype) == (128, "bfloat16") and heads_at_once(p) >= _SEEN and p.rows >= _SEEN_ROWS:
-        return None
-    return "nothing is tuned for it: backend='mosaic' runs the kernel"
-
-
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason."""
     if reason := supports(problem, gpu) or outside(SPACE, config):

@@ -148,8 +148,10 @@ def _matmul(rng: random.Random, s: Sizes) -> Any:
 
 def _gated_matmul(rng: random.Random, s: Sizes) -> Any:
     dtype = rng.choice(SIXTEEN)
-    kind = rng.choice(({}, {"normalised": True}, {"gradient": True}, {"stored": True}, {"stored": True, "gradient": True}))
-    out = _out(rng, dtype) if kind in ({}, {"normalised": True}) else dtype
+    kind = rng.choice(
+        ({}, {"normalised": True}, {"joined": True}, {"gradient": True}, {"stored": True}, {"stored": True, "gradient": True})
+    )
+    out = _out(rng, dtype) if kind in ({}, {"normalised": True}, {"joined": True}) else dtype
     m, n, k = side(rng, 1, s.rows), side(rng, 8, s.columns, 8), side(rng, 8, s.depth, 8)
     activation, layout = rng.choice(list(ACTIVATIONS)), rng.choice(("nn", "nt"))
     return SPECS["gated_matmul"].Problem(m, n, k, dtype, out, layout, activation, **kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from mgpu_ops import RmsNormConfig as C
 from mgpu_ops import RmsNormProblem as P
 from mgpu_ops import capture, explain, rms_norm, spec_of
 from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.registry import resolution
 from mgpu_ops.rms_norm import smem_bytes
 from tests import thorough
 from tests.arrays import normal
@@ -170,11 +172,16 @@ def test_a_config_runs_or_the_reason_names_the_rule(problem, config, reason):
     assert reason is None or reason in found
 
 
-def test_the_times_of_narrow_rows_say_nothing_of_the_gradient_of_wide_ones():
+def test_the_config_of_narrow_rows_is_none_for_the_gradient_of_wide_ones():
     narrow, wide = (P(8192, width, gradient=True, residual=True) for width in (4096, 6144))
     assert NORM.distance(narrow, wide) is None
     assert NORM.distance(wide, replace(wide, width=8192)) < 1
-    assert "XLA" in explain("rms_norm", wide, gpu="h200").splitlines()[1]
+    assert resolution.resolve(NORM, wide, gpu.find("h200")).source == "default"
+
+
+@pytest.mark.parametrize("problem", [P(1, 128), P(300, 2304), P(8192, 6144, gradient=True), P(64, 8192, "float16")], ids=str)
+def test_a_call_runs_the_kernel_where_nothing_is_tuned(problem):
+    assert re.search("runs +the kernel", explain("rms_norm", problem, gpu="h200"))
 
 
 @pytest.mark.gpu

@@ -138,13 +138,14 @@ def test_forward_and_backward_pass_are_a_kernel_each_and_keep_nothing_of_qkv():
     [
         (P(8192, 8192, 32, 8, 128), "the kernel"),
         (P(8192, 8192, 16, 4, 128, gradient=True), "the kernel"),
-        (P(8192, 8192, 32, 8, 64), "XLA"),
-        (P(1024, 1024, 32, 8, 128), "XLA"),
-        (P(8192, 8192, 9, 1, 128), "XLA"),
+        (P(8192, 8192, 32, 8, 64), "the kernel"),
+        (P(1024, 1024, 32, 8, 128), "the kernel"),
+        (P(8192, 8192, 9, 1, 128), "the kernel"),
+        (P(8192, 8192, 8, 1, 128), "XLA"),
     ],
     ids=str,
 )
-def test_a_call_runs_the_kernel_where_a_step_of_training_did(problem, runs):
+def test_a_call_runs_the_kernel_where_it_can(problem, runs):
     assert explain("rotary", problem, gpu="h200").splitlines()[1].split(":")[0].split(maxsplit=1)[1].startswith(runs)
 
 

@@ -221,6 +221,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "rms_norm: of x and the weight; rotary: of the joined q, k, v"
         },
         "stored": _FLAG | {"help": "gated_matmul: gate (for gradients also up) is an input, and only one product is computed"},
+        "joined": _FLAG | {"help": "gated_matmul: gate and up are the columns of one weight"},
         "group_offset": _FLAG | {"help": "grouped ops: compute the groups of one shard, whose rows begin at an offset"},
         "row_scale": _FLAG | {"help": "grouped_matmul: multiply each output row by a factor"},
         "second": _FLAG | {"help": "grouped_matmul: add the product of a second pair of operands"},

@@ -40,12 +40,10 @@ from mgpu_ops.matmul.gated.problem import (
     flops,
     halves,
     inputs,
-    is_joined,
     join,
     smem_bytes,
     supports,
     tolerance,
-    unmeasured,
 )
 from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
@@ -244,6 +242,7 @@ def _problem(call: Call, x: jax.Array, w_gate: jax.Array, *_: jax.Array) -> Prob
         call.gradient,
         call.stored,
         call.normalised,
+        call.joined,
     )
 
 
@@ -259,7 +258,7 @@ def reference(problem: Problem, x: jax.Array, w_gate: jax.Array, w_up: jax.Array
         x = normalised(x, g[0])
     wide = np.promote_types(p.dtype, np.float32)
     kept = jnp.dtype(p.dtype) if p.dtype == p.out_dtype and gpus.current() is not None else wide
-    weights = [w_gate] if is_joined(p, w_gate) else [w_gate, w_up]
+    weights = [w_gate] if p.joined else [w_gate, w_up]
     if gpus.current() is None:  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
         x, *weights = (a.astype(wide) for a in (x, *weights))
     found = [jnp.matmul(x, w.mT if p.layout == "nt" else w, preferred_element_type=kept) for w in weights]
@@ -322,7 +321,6 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=baseline_cost,
-    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "gated_matmul", "launch", "reference", "smem_bytes"]

@@ -36,7 +36,6 @@ from mgpu_ops.matmul.gated.problem import (
     buffers,
     gradient_buffers,
     halves,
-    is_joined,
     of_one,
 )
 from mgpu_ops.matmul.mainloop import compute_ahead, load, multiply, square_rows, stages_of
@@ -131,7 +130,7 @@ def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest:
     plgpu.emit_pipeline_warp_specialized(
         step,
         grid=(own_tiles, steps),
-        in_specs=load(work, x, w_gate, w_up, shifts=(0, p.n // c.tile_n if is_joined(problem, w_gate) else 0)),
+        in_specs=load(work, x, w_gate, w_up, shifts=(0, p.n // c.tile_n if problem.joined else 0)),
         max_concurrent_steps=c.max_concurrent_steps,
         num_compute_wgs=c.compute_warpgroups,
         memory_registers=c.memory_registers,
@@ -194,8 +193,9 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
     gate's columns before up's, come twice.
     """
     p, c = of_one(problem), as_matmul(config)
-    if is_joined(problem, arrays[1]) and p.n % c.tile_n:  # tiles of up do not begin where blocks of columns do
+    if problem.joined and p.n % c.tile_n:  # tiles of up do not begin where blocks of columns do
         arrays = (arrays[0], *halves(problem, arrays[1]), *arrays[3:])
+        problem = dataclasses.replace(problem, joined=False)
     cluster = cluster_size(c)
     work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), transposed=False)
     shape = (1, 1, p.m, p.n) if ends_with_rows(p, c) else (p.m, p.n)

@@ -35,25 +35,41 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
+# Fitted to 58 configs of ten problems (results/2026-11-24-h200-gated_matmul-sweep.jsonl).
 _NARROWEST = 0.73  # of the rate is left to the narrowest wgmma, as in matmul's model
+_SWIZZLE_64 = 1.24  # times as long with 64-byte swizzles of both weights,
+_SHALLOW = 1.33  # with two steps in flight,
+_BESIDE, _BESIDE_NARROW = 0.88, 1.25  # and for warpgroups side by side, as wide as 64 columns of each weight, or as 32
+_NOT_HIDDEN = 0.45  # with a stored gate, of the time of what else is read and written
 # Of few rows, in a step of decoding (results/2026-11-23-h200-llama-decode-sets.jsonl).
 _FEW_ROWS = 1.5e-6  # s more
 _COMBINED = 1e-6  # s of the kernel of XLA that makes the result of gate and up, beside its bytes
+# `DotMerger` of openxla/xla makes one product of two up to this size of a weight and a result together: seen in the HLO of 13
+# problems. Times of copying both weights that joining them takes: fitted to results/2026-11-24-h200-survey.jsonl.
+_MERGED_BYTES = 64 * 2**20
+_JOINED, _JOINED_AS_LOADED, _JOINED_ROWS = 0.95, 0.4, 256
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: of a matmul with the columns of both weights, whose output is smaller or larger.
 
-    But a wgmma is as wide as a warpgroup's part of one product. With a stored gate: of a matmul, whose warpgroups have what
-    else is read and written under way while they multiply.
+    But a wgmma is as wide as a warpgroup's part of one product. With a stored gate: of a matmul, whose warpgroups have most of
+    what else is read and written under way while they multiply.
     """
     if problem.stored:
         moved = bytes_moved(problem) / gpu.memory_bytes_per_s
-        return max(matmul.cost(of_one(problem), as_matmul(config), gpu), 1.01 * moved)
+        more = (bytes_moved(problem) - matmul_bytes(of_one(problem))) / gpu.memory_bytes_per_s
+        return max(matmul.cost(of_one(problem), as_matmul(config), gpu) + _NOT_HIDDEN * more, 1.01 * moved)
     one = as_matmul(config)
     both = dataclasses.replace(of_one(problem), n=2 * problem.n, normalised=problem.normalised)
     wide = dataclasses.replace(one, tile_n=2 * config.tile_n)
     narrow = gemm.efficiency(wide, _NARROWEST) / gemm.efficiency(one, _NARROWEST)
+    if problem.layout == "nn" and config.tile_n % gemm.ROWS:  # of such tiles together is no multiple
+        narrow *= _SWIZZLE_64
+    if config.max_concurrent_steps == 2:
+        narrow *= _SHALLOW
+    if config.wg_dimension == "n" and config.compute_warpgroups == 2:
+        narrow *= _BESIDE if config.tile_n > gemm.ROWS else _BESIDE_NARROW
     more = 0.0
     if problem.m <= gemm.ROWS and not problem.gradient:  # which wait for memory
         narrow, more = 1.0, _FEW_ROWS
@@ -62,13 +78,23 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 
 
 def baseline_cost(problem: Problem, gpu: Gpu) -> float:
-    """Modelled time in seconds of XLA: of the matmul of both, or of the one, whose results are written, read and combined."""
-    if problem.stored:  # by two kernels for the gradient
-        p = of_one(problem)
-        return xla.cost(p, gpu) + (7 if problem.gradient else 3) * p.m * p.n * itemsize_of(p.dtype) / gpu.memory_bytes_per_s
-    both = dataclasses.replace(of_one(problem), n=2 * problem.n, normalised=problem.normalised)
-    combined = (5 if problem.gradient else 3) * problem.m * problem.n * itemsize_of(problem.out_dtype)
-    return xla.cost(both, gpu) + _COMBINED + combined / gpu.memory_bytes_per_s
+    """Modelled time in seconds of XLA: of the products, whose results are written, read and combined.
+
+    XLA makes one product of two where a weight and a result are small: of weights that it joins, first or as it loads them.
+    """
+    p, one = problem, of_one(problem)
+    if p.stored:  # by two kernels for the gradient
+        return xla.cost(one, gpu) + (5.3 if p.gradient else 3) * p.m * p.n * itemsize_of(p.dtype) / gpu.memory_bytes_per_s
+    seconds = _COMBINED + (5 if p.gradient else 3) * p.m * p.n * itemsize_of(p.out_dtype) / gpu.memory_bytes_per_s
+    both = xla.cost(dataclasses.replace(one, n=2 * p.n, normalised=p.normalised), gpu)
+    size = itemsize_of(p.dtype)
+    if p.joined:
+        return seconds + both
+    if (p.k + p.m) * p.n * size > _MERGED_BYTES:
+        rows_normalised = xla.cost(dataclasses.replace(one, normalised=True), gpu) - xla.cost(one, gpu) if p.normalised else 0.0
+        return seconds + 2 * xla.cost(one, gpu) + rows_normalised
+    copied = 4 * p.k * p.n * size / gpu.memory_bytes_per_s  # read and written
+    return seconds + both + (_JOINED_AS_LOADED if p.m <= _JOINED_ROWS and p.layout == "nn" else _JOINED) * copied
 
 
 _IN_TURN = ((128, 192), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64))  # with a stored gate

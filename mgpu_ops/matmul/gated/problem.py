@@ -38,6 +38,7 @@ class Problem:
     gradient: from the result's gradient g[m, n] compute g up activation'(gate) and g activation(gate), both of dtype.
     stored: gate, and for the gradient up, are given.
     normalised: rows of x are divided by their root mean square, sqrt(mean over k of x^2 + epsilon), epsilon[1] float32.
+    joined: gate and up are the columns of one weight, [k, 2 n], gate's first. XLA then has one product.
     """
 
     m: int
@@ -50,6 +51,7 @@ class Problem:
     gradient: bool = False
     stored: bool = False
     normalised: bool = False
+    joined: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -130,6 +132,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"out_dtype {p.out_dtype} is not {p.dtype}: gradients have the inputs' dtype"
     if p.normalised and (p.gradient or p.stored):
         return "normalised rows have no gradient of their own, and no stored gate: x is normalised before"
+    if p.joined and (p.gradient or p.stored):
+        return "gradients, and products with a stored gate, are of weights that lie apart: leave joined out"
     if p.stored and p.out_dtype != p.dtype:
         return f"out_dtype {p.out_dtype} is not {p.dtype}: with a stored gate all arrays have the inputs' dtype"
     if reason := supports_sizes(p, ("m", "n", "k")):
@@ -139,13 +143,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     weights = ("k", p.k, 2) if p.layout == "nt" else ("n", p.n, 2)
     output = ("n", p.n, itemsize_of(p.out_dtype))
     return supports_rows({"x": ("k", p.k, 2), "the weights": weights, "the output": output})
-
-
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    if problem.stored:
-        return "the kernel of a stored gate was not measured for a problem like this: backend='mosaic' runs it"
-    return None
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -255,7 +252,7 @@ def bytes_moved(problem: Problem) -> int:
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     """x, w_gate and w_up, and the gradient of the result where the problem has one; gate and up are about normal.
 
-    With a stored gate x, its weight and gate, and for the gradient up.
+    With a stored gate x, its weight and gate, and for the gradient up. A joined weight comes twice.
     """
     p = problem
     keys = jax.random.split(key, 4)
@@ -265,6 +262,8 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
         return jax.random.normal(keys[1], (p.m, p.k), p.dtype), w, *given
     shape = (p.n, p.k) if p.layout == "nt" else (p.k, p.n)
     weights = [jax.random.normal(k, shape, p.dtype) / math.sqrt(p.k) for k in keys[:2]]
+    if p.joined:
+        weights = 2 * [join(p, *weights)]
     x = jax.random.normal(keys[2], (p.m, p.k), p.dtype)
     epsilon = [jnp.full((1,), EPSILON, "float32")] * p.normalised
     return x, *weights, *epsilon, *([jax.random.normal(keys[3], (p.m, p.n), p.dtype)] if p.gradient else [])
@@ -281,12 +280,6 @@ def tolerance(problem: Problem) -> float:
 
 
 # --- Weights as one matrix ----------------------------------------------------------------------------------------------
-
-
-def is_joined(problem: Problem, w: Any) -> bool:
-    """Whether a weight has the columns of gate and then those of up."""
-    wide: bool = w.shape[_columns_axis(problem)] == 2 * problem.n
-    return wide and not problem.stored
 
 
 def halves(problem: Problem, w: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.jax_names import Layout, with_layout_constraint
-from mgpu_ops.matmul.quantizing.model import candidates, cost, default, distance, space
+from mgpu_ops.matmul.quantizing.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.quantizing.problem import (
     SHAPES,
     SUITES,
@@ -30,7 +30,6 @@ from mgpu_ops.matmul.quantizing.problem import (
     smem_bytes,
     supports,
     tolerance,
-    unmeasured,
 )
 from mgpu_ops.matmul.rounding import finite_size, largest_finite, rounded, scale_or_one, with_scale
 from mgpu_ops.registry import dispatch, partition
@@ -168,6 +167,7 @@ SPEC = OpSpec(
     candidates=candidates,
     default=default,
     cost=cost,
+    baseline_cost=baseline_cost,
     distance=distance,
     flops=flops,
     bytes=bytes_moved,
@@ -175,7 +175,6 @@ SPEC = OpSpec(
     run=launch,
     reference=reference,
     tolerance=tolerance,
-    unmeasured=unmeasured,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "both_ways", "default", "launch", "reference", "smem_bytes"]

@@ -1,4 +1,4 @@
-"""Which configs of quantize's kernel are worth trying: a model of their time, not fitted to any GPU yet, and what follows."""
+"""Which configs of quantize's kernel are worth trying: models of their time and of XLA's, and what follows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _LAUNCH = 3e-6  # seconds
 _MEMORY = 0.85  # of the memory's rate that is reached
 _TILE = 1e-6  # s that a tile takes at least, from its first load to its last store
 _BLOCKS = 4  # of an SM at once
+_XLA_LAUNCH, _XLA_MEMORY = 2.6e-6, 0.5  # XLA's, fitted to seven problems of an H200 (results/2026-11-24-h200-survey.jsonl)
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -25,6 +26,16 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     waves = math.ceil(down * across / (gpu.sms * _BLOCKS))
     held = 1 + 0.02 * abs(math.log2((c.ahead or 32) / 8)) + 0.02 * (c.order == "columns")
     return _LAUNCH + whole**0.5 * held * bytes_moved(p) / (_MEMORY * gpu.memory_bytes_per_s) + size * _TILE * (1 + 0.01 * waves)
+
+
+def baseline_cost(problem: Problem, gpu: Gpu) -> float | None:
+    """Modelled seconds of XLA's kernels, one of which rounds and one transposes bytes; None with scales of rows or blocks.
+
+    With these XLA takes 3 to 18 times as long as the kernel (results/2026-11-24-h200-survey.jsonl).
+    """
+    if problem.scheme != "tensor":
+        return None
+    return _XLA_LAUNCH + bytes_moved(problem) / (_XLA_MEMORY * gpu.memory_bytes_per_s)
 
 
 _choices = Choices("quantize", SPACE, Config, supports, check, cost)
