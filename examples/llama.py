@@ -3,7 +3,8 @@
     python examples/llama.py                            # trains a small model on any machine, and lets it write
     python examples/llama.py --backend fp8 --steps 100
     python examples/llama.py --bench --csv results/2026-01-31-h200-llama.csv   # times steps of Llama-3 8B's layers, on a GPU
-    python examples/llama.py --bench --width 2048 --heads 16 --kv-heads 4 --hidden 5632      # of a model of other sizes
+    python examples/llama.py --bench --model qwen3-4b                                        # of another model's
+    python examples/llama.py --bench --width 2048 --heads 16 --kv-heads 4 --hidden 5632      # of any sizes
 
 The backends of training share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this
 library in 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in
@@ -51,8 +52,17 @@ class Model:
 
 
 # Four layers of Llama-3 8B's 32, and an eighth of its vocabulary: so the head's share of a step is that of the whole model.
+# The others likewise, with the nearest multiple of 128 words; of their sizes alone.
 LLAMA3_8B = Model(4096, 4, 32, 8, 128, 14336, 16384)
-MODELS = {"llama3-8b": LLAMA3_8B, "small": Model()}
+MODELS = {
+    "llama3-8b": LLAMA3_8B,
+    "llama3-70b": Model(8192, 2, 64, 8, 128, 28672, 3200),
+    "llama3.2-1b": Model(2048, 4, 32, 8, 64, 8192, 32128),
+    "llama3.2-3b": Model(3072, 4, 24, 8, 128, 8192, 18304),
+    "qwen3-4b": Model(2560, 4, 32, 8, 128, 9728, 16896),
+    "gemma2-2b": Model(2304, 4, 8, 4, 256, 9216, 39424),
+    "small": Model(),
+}
 SIZES = {  # of a layer, and what they are
     "width": "of rows between layers",
     "heads": "of queries",
@@ -602,11 +612,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bench", action="store_true", help="time steps of training and decoding, all backends in turn")
     parser.add_argument("--backends", default=",".join(every), help="that are timed; the others are compared with the first")
     parser.add_argument("--model", choices=list(MODELS), default="llama3-8b", help="that is timed, with the sizes that follow")
-    for name, what in SIZES.items():
-        default = ", ".join(f"{model}: {getattr(sizes, name)}" for model, sizes in MODELS.items())
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, help=f"{what} (default: {default})")
-    parser.add_argument("--layers", type=_positive, help="of it (default: 4, small: 2)")
-    parser.add_argument("--vocabulary", type=_positive, help="of it (default: 16384, small: 128)")
+    for name, what in (SIZES | {"layers": "of it", "vocabulary": "of it"}).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, help=f"{what} (default: the model's)")
     parser.add_argument("--tokens", type=_numbers, default=[8192, 32768], help="of a step, e.g. 8192,32768; empty: none")
     parser.add_argument("--batches", type=_numbers, default=[1, 16, 64], help="of decoding, e.g. 1,16,64; empty: none")
     parser.add_argument("--cache", type=_positive, default=4096, help="tokens of each sequence")

@@ -1,4 +1,4 @@
-"""Draws the problems of the suites `anywhere`, of matmul, of both grouped ops and of flash_attention.
+"""Draws the problems of the suites `anywhere`: of matmul, both grouped ops, flash_attention, and a model's other ops.
 
     python scripts/draw_anywhere.py     # writes the files anywhere*.json in mgpu_ops/tuning, which tests compare
 
@@ -21,6 +21,10 @@ other number of tokens is a multiple of 128, the others are any. Query heads are
 to half of the tokens, each log-uniform; the query heads of a head of keys are a random divisor up to 16. Heads and batch are
 drawn again until the arrays have at most `MOST_ATTENTION_BYTES` and the two products `MOST_ATTENTION_FLOPS` operations, 12 ms
 at 650 TFLOP/s, lengths and segments apart.
+
+Of a model's other ops, those of `LAYER_KINDS`: the models of `LAYERS` take turns, in random order, and so do an op's kinds of
+problems. Tokens are log-uniform from 1 to 16384, for gradients, the embedding and quantize from 128; those of quantize are
+rounded to a multiple of 16. A third of the problems is of float16. No named problem is of one of these models.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ from typing import Any
 
 from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.grouped.sizes import SPREADS
-from mgpu_ops.tuning.suites import ANYWHERE, ANYWHERE_ATTENTION, ANYWHERE_GROUPED
+from mgpu_ops.registry.spec import Problem
+from mgpu_ops.tuning.suites import ANYWHERE, ANYWHERE_ATTENTION, ANYWHERE_GROUPED, ANYWHERE_LAYERS
 
 SEED = 15
 DRAWN = 84
@@ -60,6 +65,44 @@ HEADS: dict[str, tuple[int, int, tuple[tuple[int, str], ...]]] = {
     "Qwen2.5 72B": (8192, 152064, ((96, "nn"), (3072, "nn"))),
     "Gemma 2 9B": (3584, 256000, ((2, "nt"), (2048, "nt"))),
     "DeepSeek-V3": (7168, 129280, ((48, "nn"),)),
+}
+
+LAYERS_SEED = 17
+# width, heads, heads of keys, head_dim, columns of gate, vocabulary
+LAYERS: dict[str, tuple[int, int, int, int, int, int]] = {
+    "Llama 3.2 1B": (2048, 32, 8, 64, 8192, 128256),
+    "Llama 3.2 3B": (3072, 24, 8, 128, 8192, 128256),
+    "Qwen3 0.6B": (1024, 16, 8, 128, 3072, 151936),
+    "Qwen3 1.7B": (2048, 16, 8, 128, 6144, 151936),
+    "Qwen3 4B": (2560, 32, 8, 128, 9728, 151936),
+    "Qwen3 14B": (5120, 40, 8, 128, 17408, 151936),
+    "Gemma 2 2B": (2304, 8, 4, 256, 9216, 256000),
+    "Gemma 2 27B": (4608, 32, 16, 128, 36864, 256000),
+    "Mistral Small 3": (5120, 32, 8, 128, 32768, 131072),
+    "SmolLM2 1.7B": (2048, 32, 32, 64, 8192, 49152),
+}
+_E5M2 = {"to": "float8_e5m2"}
+LAYER_KINDS: dict[str, tuple[int, tuple[dict[str, Any], ...]]] = {  # how many problems of an op, and what kinds there are
+    "rms_norm": (15, ({}, {"gradient": True}, {"gradient": True, "residual": True})),
+    "rotary": (12, ({}, {"gradient": True})),
+    "embedding": (10, ({},)),
+    "cross_entropy": (10, ({}, {"gradient": True})),
+    "gated_matmul": (
+        25,
+        ({}, {"joined": True}, {"stored": True}, {"stored": True, "gradient": True}, {"gradient": True}),
+    ),
+    "quantize": (
+        14,
+        (
+            {},
+            {"of": "gate"},
+            {"of": "gate_gradient"} | _E5M2,
+            {"of": "gate", "amax": "only"},
+            _E5M2,
+            {"scheme": "row", "scheme_t": "row"},
+            {"scheme": "block", "scheme_t": "square"},
+        ),
+    ),
 }
 
 
@@ -161,10 +204,47 @@ def _mask(kind: str, tokens: int, rng: random.Random) -> dict[str, Any]:
 
 def attention_text() -> str:
     """The file of flash_attention, one problem a line: the fields that are not as by default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(FlashAttentionProblem)}
-    fields = ({name: x for name, x in vars(p).items() if x != defaults[name]} for p in attention())
-    lines = ",\n".join(f"  {json.dumps(of_one)}" for of_one in fields)
+    lines = ",\n".join(f"  {json.dumps(_not_default(problem))}" for problem in attention())
     return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {ATTENTION_SEED},\n"problems": [\n{lines}\n]\n}}\n'
+
+
+def layers() -> list[tuple[str, Problem]]:
+    rng, found = random.Random(LAYERS_SEED), []
+    for op, (count, kinds) in LAYER_KINDS.items():
+        models: list[str] = []
+        for i in range(count):
+            models = models or rng.sample(list(LAYERS), len(LAYERS))
+            kind = kinds[i % len(kinds)]
+            least = 128 if kind.get("gradient") or op in ("embedding", "quantize") else 1
+            tokens = round(_log_uniform(rng, least, 16384))
+            dtype = "float16" if rng.random() < 1 / 3 else "bfloat16"
+            found.append((op, _of_model(op, LAYERS[models.pop()], tokens, dtype, kind)))
+    return found
+
+
+def _of_model(op: str, sizes: tuple[int, ...], tokens: int, dtype: str, kind: dict[str, Any]) -> Problem:
+    """An op's problem in a model with `LAYERS`' sizes."""
+    width, heads, kv_heads, head_dim, hidden, vocabulary = sizes
+    of_op: dict[str, dict[str, Any]] = {
+        "rms_norm": {"rows": tokens, "width": width},
+        "rotary": {"rows": tokens, "positions": tokens, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim},
+        "embedding": {"rows": tokens, "vocabulary": vocabulary, "width": width},
+        "cross_entropy": {"rows": tokens, "vocabulary": vocabulary},
+        "gated_matmul": {"m": tokens, "n": hidden, "k": width, "out_dtype": dtype},
+        "quantize": {"rows": tokens + -tokens % 16, "columns": hidden},
+    }
+    return spec_of(op).Problem(**of_op[op], dtype=dtype, **kind)
+
+
+def layers_text() -> str:
+    """The file of a model's other ops, one problem a line: the fields that are not as by default."""
+    lines = ",\n".join(f"  {json.dumps({'op': op} | _not_default(problem))}" for op, problem in layers())
+    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {LAYERS_SEED},\n"problems": [\n{lines}\n]\n}}\n'
+
+
+def _not_default(problem: Problem) -> dict[str, Any]:
+    defaults = {field.name: field.default for field in dataclasses.fields(problem)}
+    return {name: x for name, x in vars(problem).items() if x != defaults[name]}
 
 
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
@@ -186,3 +266,4 @@ if __name__ == "__main__":
     ANYWHERE.write_text(text())
     ANYWHERE_GROUPED.write_text(grouped_text())
     ANYWHERE_ATTENTION.write_text(attention_text())
+    ANYWHERE_LAYERS.write_text(layers_text())

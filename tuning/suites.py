@@ -19,7 +19,8 @@ Llama 3.1's: batch 2, 64 query heads over 8 of keys, head dim 128, full and caus
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere` of
-grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise; of flash_attention: 64.
+grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise; of flash_attention: 64; of rms_norm, rotary,
+embedding, cross_entropy, gated_matmul and quantize: 10 to 25 each, of ten models that no entry is of.
 """
 
 from __future__ import annotations
@@ -33,16 +34,23 @@ from pathlib import Path
 
 from mgpu_ops.attention.problem import BackwardProblem
 from mgpu_ops.attention.problem import Problem as AttentionProblem
+from mgpu_ops.cross_entropy import Problem as CrossEntropyProblem
+from mgpu_ops.embedding import Problem as EmbeddingProblem
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped.problem import layer_problem
 from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
 from mgpu_ops.matmul import Problem as MatmulProblem
+from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
+from mgpu_ops.matmul.quantizing import Problem as QuantizeProblem
 from mgpu_ops.models import MODELS
 from mgpu_ops.registry.spec import OpSpec, Problem
+from mgpu_ops.rms_norm import Problem as RmsNormProblem
+from mgpu_ops.rotary import Problem as RotaryProblem
 
 ANYWHERE = Path(__file__).with_name("anywhere.json")
 ANYWHERE_GROUPED = Path(__file__).with_name("anywhere_grouped.json")
 ANYWHERE_ATTENTION = Path(__file__).with_name("anywhere_attention.json")
+ANYWHERE_LAYERS = Path(__file__).with_name("anywhere_layers.json")
 
 
 # Model, projection and tokens; "da" and "db" are the gradients of its two operands, as problems of `mgpu_ops.tuning.problems`.
@@ -171,8 +179,9 @@ def _anywhere() -> dict[str, MatmulProblem]:
 
 
 @functools.cache
-def _anywhere_grouped(op: str, make: Callable[..., Problem]) -> dict[str, Problem]:
-    drawn = json.loads(ANYWHERE_GROUPED.read_text())["problems"]
+def _anywhere_of(file: Path, op: str, make: Callable[..., Problem]) -> dict[str, Problem]:
+    """An op's problems in a file of several ops."""
+    drawn = json.loads(file.read_text())["problems"]
     own = [{name: value for name, value in fields.items() if name != "op"} for fields in drawn if fields["op"] == op]
     return {f"anywhere-{i}": make(**fields) for i, fields in enumerate(own)}
 
@@ -204,17 +213,30 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "float32": _float32,
     },
     "grouped_matmul": {
-        "anywhere": functools.partial(_anywhere_grouped, "grouped_matmul", GroupedMatmulProblem),
+        "anywhere": functools.partial(_anywhere_of, ANYWHERE_GROUPED, "grouped_matmul", GroupedMatmulProblem),
         "fp8": functools.partial(_experts_of_8_bits, "tensor"),
         "fp8-row": functools.partial(_experts_of_8_bits, "row"),
         "fp8-block": functools.partial(_experts_of_8_bits, "block"),
     },
-    "ragged_contraction": {"anywhere": functools.partial(_anywhere_grouped, "ragged_contraction", RaggedContractionProblem)},
+    "ragged_contraction": {
+        "anywhere": functools.partial(_anywhere_of, ANYWHERE_GROUPED, "ragged_contraction", RaggedContractionProblem)
+    },
     "flash_attention": {
         "cudnn-frontend": functools.partial(_cudnn_frontend, AttentionProblem),
         "anywhere": _anywhere_attention,
     },
     "flash_attention_backward": {"cudnn-frontend": functools.partial(_cudnn_frontend, BackwardProblem)},
+    **{
+        op: {"anywhere": functools.partial(_anywhere_of, ANYWHERE_LAYERS, op, make)}
+        for op, make in (
+            ("rms_norm", RmsNormProblem),
+            ("rotary", RotaryProblem),
+            ("embedding", EmbeddingProblem),
+            ("cross_entropy", CrossEntropyProblem),
+            ("gated_matmul", GatedMatmulProblem),
+            ("quantize", QuantizeProblem),
+        )
+    },
 }
 
 

@@ -9,7 +9,7 @@ from mgpu_ops.core import gpu
 GATED = spec_of("gated_matmul")
 H200 = gpu.find("h200")
 
-XLA_US = [  # of XLA, in results/2026-11-24-h200-survey.jsonl and -survey-2.jsonl: one product of two, two, one of a joined weight
+XLA_US = [  # measured: one product of two, two products, one of a joined weight
     (P(384, 8192, 3072), 98.3),
     (P(1024, 6144, 2048), 101.2),
     (P(2048, 3584, 4096), 192.4),
