@@ -98,8 +98,8 @@ def cross_entropy(
 
     Works under jit, grad (reverse mode), vmap (one launch) and shard_map. The gradient keeps the logits and lse, and a kernel
     computes it in one pass: exp(logits - lse), less 1 at the label, times the gradient of the token's loss, of logits' dtype.
-    Inside of jit it is written in the place of the logits where the config's tile divides the vocabulary: if the program
-    uses these for nothing else, that saves an array of their size.
+    Inside of jit it is written in the place of the logits: if the program uses these for nothing else, that saves an array of
+    their size. (Not by a config of two stages whose tile does not divide the vocabulary.)
 
     Raises:
       ValueError: shapes that do not fit each other, an empty vocabulary, an unknown backend, a config that cannot run.

@@ -3,7 +3,8 @@
 A block is one warpgroup: Mosaic's sums and maxima go through shared memory that all warpgroups of a block would write. It
 takes every so-many-th row, tile after tile of its columns. While it works on one, TMA loads the next ones, also those of its
 next row. The last tile of a row ends with the row, and so may begin within the one before: Mosaic stores a tile that lies
-contiguous in memory by a plain bulk copy, which nothing clips. Where they overlap, both store the same gradient, in turn.
+contiguous in memory by a plain bulk copy, which nothing clips. Where they overlap, both store the same gradient, in turn. A
+gradient in the place of the logits is stored once the logits of the next tile that it overlaps have arrived.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ def launch(
 ) -> Any:
     """(loss, lse) of float32, or the gradient of the logits; `rows` are then lse, p and q of float32.
 
-    in_place: the gradient takes the place of the logits, if each of them is read once.
+    in_place: the gradient takes the place of the logits, if these can be read before.
     """
     p, c = problem, config
     blocks, parts = min(p.rows, gpu.sms * c.blocks), (p.vocabulary // LANES, LANES)
     tile, dtype = (c.tile // LANES, LANES), jnp.dtype(p.dtype)
-    in_place = in_place and p.gradient and p.vocabulary % c.tile == 0
+    # Of two stages none is free for a last tile's logits while the tile before it is still to be stored.
+    in_place = in_place and p.gradient and (p.vocabulary % c.tile == 0 or c.stages > 2)
     number = jax.ShapeDtypeStruct((p.rows,), jnp.float32)
     scratch: dict[str, Any] = {
         "smem": plgpu.SMEM((c.stages, *tile), dtype),
@@ -56,7 +58,7 @@ def launch(
     name = f"mgpu_ops_cross_entropy{'_gradient' * p.gradient}"
 
     def kernel(*refs: Any, smem: Any, full: Any, **more: Any) -> None:
-        body(_Rows(p, c, blocks, refs[0], smem, full), *refs, *refs[: int(in_place)], **more)
+        body(_Rows(p, c, blocks, refs[0], smem, full, in_place), *refs, *refs[: int(in_place)], **more)
 
     run = engine.kernel(
         kernel,
@@ -83,6 +85,7 @@ class _Rows:
     logits: Any  # [rows, vocabulary / 128, 128]
     smem: Any  # [stages, tile / 128, 128]
     full: Any
+    in_place: bool  # whether tiles are stored where they were loaded
 
     @property
     def parts(self) -> int:
@@ -100,6 +103,22 @@ class _Rows:
     def _start(self, tile: jax.Array) -> jax.Array:
         """The first part of a tile of a row."""
         return jnp.minimum(tile * self.tile, self.parts - self.tile)
+
+    def _wait(self, i: jax.Array, j: jax.Array) -> jax.Array:
+        """Waits for the logits of a row's tile j, the i-th of all, and returns their stage.
+
+        In place, of the last two tiles if these overlap: what is stored of the first overwrites logits of the second.
+        """
+
+        def full(i: jax.Array) -> Any:
+            return self.full.at[lax.rem(i, jnp.int32(self.config.stages))]
+
+        if self.in_place and self.parts % self.tile:
+            pl.when(j < self.tiles - 1)(lambda: plgpu.barrier_wait(full(i)))
+            pl.when(j == self.tiles - 2)(lambda: plgpu.barrier_wait(full(i + 1)))
+        else:
+            plgpu.barrier_wait(full(i))
+        return lax.rem(i, jnp.int32(self.config.stages))
 
     def for_each(self, row: Callable[[jax.Array, Callable[..., Any]], None]) -> None:
         """Runs `row(number, for_each_tile)` for each row of this block.
@@ -125,8 +144,7 @@ class _Rows:
             def for_each_tile(fn: Callable[..., Any], carry: Any) -> Any:
                 def step(j: jax.Array, carry: Any) -> Any:
                     i = r * self.tiles + j
-                    stage = lax.rem(i, jnp.int32(self.config.stages))
-                    plgpu.barrier_wait(self.full.at[stage])
+                    stage = self._wait(i, j)
                     values = self.smem[stage].astype(jnp.float32)
                     plgpu.commit_smem()  # all threads have read the tile: the stage of the one before it may be filled again
                     pl.when(i + ahead < count)(functools.partial(load, i + ahead))

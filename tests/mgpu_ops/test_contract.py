@@ -292,6 +292,7 @@ SOUND = {  # what of it a field may well hold
     "lhs_rows": (0,),
     "gradient": (True,),
     "stored": (True,),
+    "joined": (True,),
     "normalised": (True,),
     "page_size": (0,),
     "group_size": (0,),

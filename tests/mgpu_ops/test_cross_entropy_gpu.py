@@ -19,9 +19,9 @@ pytestmark = pytest.mark.gpu
 SPEC = spec_of("cross_entropy")
 
 
-def check(problem: CrossEntropyProblem, config: Any) -> None:
+def check(problem: CrossEntropyProblem, config: Any, **options: Any) -> None:
     arrays = jax.jit(functools.partial(SPEC.inputs, problem))(jax.random.key(0))
-    run = jax.jit(functools.partial(SPEC.run, problem, config, gpu.current()))
+    run = jax.jit(functools.partial(SPEC.run, problem, config, gpu.current(), **options))
     wanted = jax.jit(functools.partial(SPEC.reference, problem))(*arrays)
     found = run(*arrays)
     assert measure.error(found, wanted) <= SPEC.tolerance(problem)
@@ -36,6 +36,14 @@ def test_random_configs_are_right(seed: int) -> None:
     dtype = rng.choice(["bfloat16", "float16", "float32"])
     problem = CrossEntropyProblem(rows, 128 * parts, dtype, gradient=seed % 2 == 1)
     check(problem, rng.choice(SPEC.candidates(problem, gpu.current())))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_gradients_in_the_place_of_the_logits_are_right(seed: int) -> None:
+    rng = random.Random(f"in place {seed}")
+    problem = CrossEntropyProblem(rng.choice([131, 700, 2000]), 128 * rng.choice([7, 250, 251, 1002]), gradient=True)
+    configs = [c for c in SPEC.candidates(problem, gpu.current()) if c.stages > 2 and problem.vocabulary % c.tile]
+    check(problem, rng.choice(configs), in_place=True)
 
 
 @pytest.mark.parametrize("name", ["llama3-8b-512", "llama3-8b-512-gradient", "gemma2-9b-4096", "gemma2-9b-4096-gradient"])

@@ -42,7 +42,7 @@ def test_what_a_weights_gradient_is_computed_from_is_not_kept_to_the_end_of_the_
     """
     x, w = jax.ShapeDtypeStruct((32 * SIDE, SIDE), jnp.bfloat16), jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16)
     planned = aot.program("h200", jax.grad(f, argnums), x, [(w,) * 3] * layers)
-    assert planned.temporary_bytes <= arrays * 2 * 32 * SIDE**2
+    assert planned.temporary_bytes < (arrays + 0.01) * 2 * 32 * SIDE**2  # and some bytes beside them
 
 
 def test_gradients_that_nobody_asks_for_are_not_computed():

@@ -125,6 +125,18 @@ def test_every_config_of_the_space_has_tiles_that_cover_the_array() -> None:
     assert dataclasses.replace(config, tile_rows=64) not in OP.candidates(P(16, 16), H200)
 
 
-@pytest.mark.parametrize(("problem", "runs"), [(P(8192, 4096), "kernel"), (P(8192, 4096, scheme="row", scheme_t="row"), "xla")])
-def test_on_an_h200_a_call_runs_the_kernel_that_was_measured(problem: P, runs: str) -> None:
+@pytest.mark.parametrize(
+    ("problem", "runs"),
+    [
+        (P(8192, 4096), "kernel"),
+        (P(8192, 4096, scheme="row", scheme_t="row"), "kernel"),
+        (P(272, 8192, scheme="block", scheme_t="square"), "kernel"),
+        (P(10208, 6144, "float16", of="gate"), "kernel"),
+        (P(176, 8192, "float16"), "xla"),
+        (P(1776, 36864, of="gate", amax="only"), "xla"),
+        (P(576, 36864, of="gate", amax="only"), "xla"),
+    ],
+    ids=str,
+)
+def test_a_call_runs_the_kernel_but_for_small_arrays_and_their_largest_values(problem: P, runs: str) -> None:
     assert resolution.resolve(OP, problem, H200).runs == runs
