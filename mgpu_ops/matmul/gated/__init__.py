@@ -63,6 +63,7 @@ class Call:
     stored: bool = False
     normalised: bool = False
     joined: bool = False  # one weight, of gate and up
+    in_place: bool = False  # the gradients of a stored gate, and of up: where these lie
 
 
 def gated_matmul(
@@ -198,7 +199,8 @@ def batchable(call: Call) -> Any:
     def one_device(*arrays: jax.Array) -> Any:
         problem = _problem(call, *arrays)
         if not call.joined:
-            return dispatch.run(SPEC, problem, arrays, config=call.config, backend=call.backend)
+            spec = _IN_PLACE if call.in_place else SPEC
+            return dispatch.run(spec, problem, arrays, config=call.config, backend=call.backend)
         both, instead = (arrays[0], arrays[1], *arrays[1:]), functools.partial(_joined_apart, problem)
         return dispatch.run(SPEC, problem, both, config=call.config, backend=call.backend, instead=instead)
 
@@ -293,11 +295,13 @@ def _of_stored(p: Problem, x: jax.Array, w: jax.Array, gate: jax.Array, *up: jax
     return backward(product * up[0].astype(kept))[0].astype(p.out_dtype), (product * activated).astype(p.out_dtype)
 
 
-def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+def launch(
+    problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False, in_place: bool = False
+) -> Any:
     """Runs the kernel, whose module imports Pallas: only here, and so when the first kernel runs."""
     from mgpu_ops.matmul.gated import kernel
 
-    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret)
+    return kernel.launch(problem, config, gpu, *arrays, interpret=interpret, in_place=in_place)
 
 
 SPEC = OpSpec(
@@ -322,5 +326,6 @@ SPEC = OpSpec(
     tolerance=tolerance,
     baseline_cost=baseline_cost,
 )
+_IN_PLACE = dataclasses.replace(SPEC, run=functools.partial(launch, in_place=True))
 
 __all__ = ["SPEC", "Config", "Problem", "default", "gated_matmul", "launch", "reference", "smem_bytes"]

@@ -152,8 +152,11 @@ def _stored_kernel(
     staged: Any,
     arrived: Any,
 ) -> None:
-    """One block, whose consumers compute output tiles in turn; `rest` are gate, for the gradient up, and two results."""
-    given, outs = rest[:-2], rest[-2:]
+    """One block, whose consumers compute output tiles in turn; `rest` are gate, for the gradient up, and two results.
+
+    Or gate and up alone, which the gradients overwrite: what a tile loads it stores itself, later.
+    """
+    given, outs = (rest, rest) if problem.gradient and len(rest) == 2 else (rest[:-2], rest[-2:])
     origins = epilogue_origins(work.config)
 
     def load(place: Place, number: int) -> None:
@@ -186,11 +189,15 @@ def _stored_kernel(
     compute_ahead(work, gpu, (x, w), accumulator, stages, begin, store)
 
 
-def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
+def launch(
+    problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False, in_place: bool = False
+) -> Any:
     """Runs the kernel on x, w_gate and w_up as stored, and g where the problem is the gradient's; then two results.
 
     With a stored gate on x, its weight and gate, and for the gradient up; always two results. Weights that are one matrix, with
     gate's columns before up's, come twice.
+
+    in_place: the gradients take the places of a stored gate and up, if no two tiles share any of these.
     """
     p, c = of_one(problem), as_matmul(config)
     if problem.joined and p.n % c.tile_n:  # tiles of up do not begin where blocks of columns do
@@ -201,7 +208,10 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
     shape = (1, 1, p.m, p.n) if ends_with_rows(p, c) else (p.m, p.n)
     out = jax.ShapeDtypeStruct(shape, p.out_dtype)
     operands = (2 if problem.stored else 3) + problem.normalised
-    gradients = [g.reshape(shape) for g in arrays[operands:]]
+    further: list[Any] = [g.reshape(shape) for g in arrays[operands:]]
+    in_place = in_place and problem.stored and problem.gradient and not ends_with_rows(p, c)
+    if in_place:
+        further = [jax.new_ref(g) for g in further]
     two = problem.gradient or problem.stored
     results = engine.kernel(
         functools.partial(_stored_kernel, problem, work, gpu) if problem.stored else functools.partial(_kernel, problem, work),
@@ -213,9 +223,11 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
             approx_math=True,
             interpret=interpret,
         ),
-        out_type=(out, out) if two else out,
+        out_type=() if in_place else (out, out) if two else out,
         scratch_types=_scratch(problem, config),
-    )(*arrays[:operands], *gradients)
+    )(*arrays[:operands], *further)
+    if in_place:
+        results = [engine.frozen(ref, *arrays) for ref in further]
     return jax.tree.map(lambda result: result.reshape(p.m, p.n), tuple(results) if two else results)
 
 

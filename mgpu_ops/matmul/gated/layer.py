@@ -98,7 +98,9 @@ def _forward(call: Call, *arrays: jax.Array) -> Any:
 def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     """dgate and dup by the kernel, of g w_down^T; dx = dgate w_gate^T + dup w_up^T; of each weight its input^T times those."""
     x, w_gate, w_up, w_down, gate, up, hidden, has_residual = saved
-    of_gate = dataclasses.replace(call, transpose_w=True, gradient=True, stored=True)
+    # In a larger program nothing reads gate and up after this; where something does, XLA copies them.
+    in_place = isinstance(gate, jax.core.Tracer)
+    of_gate = dataclasses.replace(call, transpose_w=True, gradient=True, stored=True, in_place=in_place)
     dgate, dup = batchable(of_gate)(g, w_down, gate, up)
     product = functools.partial(matmul, backend=call.backend)
     weights = tuple(product(a, b, transpose_a=True) for a, b in ((x, dgate), (x, dup), (hidden, g)))

@@ -32,13 +32,12 @@ def gated_layers(x: jax.Array, weights: list[tuple[jax.Array, ...]]) -> jax.Arra
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 @pytest.mark.parametrize(
-    ("f", "argnums", "layers", "arrays"), [(matmuls, 1, 8, 10), (kernels, (0, 1), 8, 8), (gated_layers, 1, 2, 9)]
+    ("f", "argnums", "layers", "arrays"), [(matmuls, 1, 8, 10), (kernels, (0, 1), 8, 8), (gated_layers, 1, 2, 8.5)]
 )
 def test_what_a_weights_gradient_is_computed_from_is_not_kept_to_the_end_of_the_backward_pass(f, argnums, layers, arrays):
     """The memory that XLA plans, in arrays of activations.
 
-    With the gradients of weights at the end it is 14.5 of XLA's products and 10 of gated layers; of kernels, which XLA leaves
-    in the order of the program, 8.5 without `weights_first`.
+    Those of gated layers are 9 where the gradients of gate and up do not take the place of these.
     """
     x, w = jax.ShapeDtypeStruct((32 * SIDE, SIDE), jnp.bfloat16), jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16)
     planned = aot.program("h200", jax.grad(f, argnums), x, [(w,) * 3] * layers)

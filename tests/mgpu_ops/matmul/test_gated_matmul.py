@@ -76,10 +76,10 @@ def truth(problem: P, *arrays: Any) -> tuple[np.ndarray, ...]:
 # --- the kernel, interpreted
 
 
-def interpret(problem: P, config: GatedMatmulConfig, arrays: Any) -> Any:
+def interpret(problem: P, config: GatedMatmulConfig, arrays: Any, **options: Any) -> Any:
     assert GATED.check(problem, config, FEW_SMS) is None
     with quiet_interpreter():
-        out = jax.jit(functools.partial(GATED.run, problem, config, FEW_SMS, interpret=True))(*arrays)
+        out = jax.jit(functools.partial(GATED.run, problem, config, FEW_SMS, interpret=True, **options))(*arrays)
         return jax.block_until_ready(out)
 
 
@@ -148,6 +148,21 @@ def test_kernel_is_right_and_has_no_race(name, assert_near):
     for out, wanted in zip(jax.tree.leaves(interpret(problem, config, arrays)), truth(problem, *arrays), strict=True):
         assert out.dtype == problem.out_dtype
         assert_near(out, wanted, GATED.tolerance(problem) / 2)  # the kernel rounds once
+    assert not engine.races_found()
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    [
+        CASES["stored, gradient, several tiles"],
+        CASES["stored, gradient, weights shared in a cluster"],
+        (P(70, 328, 136, stored=True, gradient=True), TURNS),  # tiles that share columns: not in place
+    ],
+)
+def test_gradients_in_the_place_of_gate_and_up_are_the_same_and_have_no_race(problem, config):
+    arrays = arrays_of(problem)
+    for out, apart in zip(interpret(problem, config, arrays, in_place=True), interpret(problem, config, arrays), strict=True):
+        np.testing.assert_array_equal(out, apart)
     assert not engine.races_found()
 
 

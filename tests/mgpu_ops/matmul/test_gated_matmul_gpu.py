@@ -75,8 +75,13 @@ def test_a_stored_gate_is_right_everywhere(seed, gradient, assert_near):
     product = jnp.matmul(x, w.mT if layout == "nt" else w, precision="highest")
     activated, vjp = jax.vjp(functools.partial(activate, activation), gate)
     wanted = (*vjp(product * up[0]), product * activated) if gradient else (activated * product, product)
-    for out, exact in zip(run(*arrays), wanted, strict=True):
+    found = run(*arrays)
+    for out, exact in zip(found, wanted, strict=True):
         assert_near(out, exact, GATED.tolerance(problem))
+    if gradient:
+        in_place = jax.jit(functools.partial(GATED.run, problem, config, device, in_place=True))(*arrays)
+        for out, apart in zip(in_place, found, strict=True):
+            assert (out == apart).all()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -70,7 +70,8 @@ def test_gradients_are_eight_kernels_and_nothing_between_them():
     with gpu.target("h200"):
         step = jax.jit(lambda g, *arrays: jax.vjp(functools.partial(ours, backend="mosaic"), *arrays)[1](g))
         text = step.trace(shapes[0], *shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert set(re.findall(r"stablehlo\.(\w+)", text)) <= {"custom_call", "reshape", "optimization_barrier"}
+    assert "output_operand_alias" in text  # the gradients of gate and up take the place of these
+    assert set(re.findall(r"(?<!#)stablehlo\.(\w+)", text)) <= {"custom_call", "reshape", "optimization_barrier"}
     found = capture(step, gpu="h200")(shapes[0], *shapes)
     gate, gradient = (p.problem for p in found.problems if p.op == "gated_matmul" and p.problem.stored)
     assert {gate.gradient, gradient.gradient} == {False, True}
