@@ -11,8 +11,8 @@ from mgpu_ops.embedding.problem import SPACE, Config, Problem, bytes_moved, chec
 
 _LAUNCH = 15e-6  # seconds, of the kernel, and of the sort before it
 _LATENCY = 0.4e-6  # of loads that follow each other: which tokens, and their rows
-# Of XLA, fitted to ten drawn problems of an H100 (results/2026-11-27-h100-embedding-anywhere.csv): s, and times the bytes of the
-# result and of what the tokens have.
+# Of XLA, fitted to ten drawn problems of an H100 (results/2026-11-27-h100-embedding-anywhere.csv): s, and times the bytes of
+# the result and of what the tokens have.
 _XLA_LAUNCH, _XLA_OUT, _XLA_TOKENS = 4e-6, 1.95, 16.5
 _FREQUENT = 1 / 32  # of the tokens that a text's most frequent word has, which one block adds up
 

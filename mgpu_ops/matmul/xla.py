@@ -109,8 +109,8 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
 
 
-# Of products this large (operations, and of the shortest side) what the models say of kernel and XLA is wrong by more than 6.7 % one
-# in twenty times: of 142 problems, as `scripts/model_error.py` collects them.
+# Of products this large (operations, and of the shortest side) what the models say of kernel and XLA is wrong by more than
+# 6.7 % one in twenty times: of 142 problems, as `scripts/model_error.py` collects them.
 _LARGE, _LARGE_SIDE = 50e9, 512
 
 

@@ -68,6 +68,21 @@ def test_anywhere_of_grouped_ops_is_what_its_script_draws_within_the_stated_rule
             assert shipped.isdisjoint(found.values())
 
 
+LAYERS = {op: suites.problems(spec_of(op), "anywhere") for op in draw_anywhere.LAYER_KINDS}
+
+
+def test_anywhere_of_a_models_other_ops_is_what_its_script_draws_of_models_that_nothing_is_tuned_for() -> None:
+    assert suites.ANYWHERE_LAYERS.read_text() == draw_anywhere.layers_text(), "run `python scripts/draw_anywhere.py`"
+    assert {op: len(found) for op, found in LAYERS.items()} == {op: n for op, (n, _) in draw_anywhere.LAYER_KINDS.items()}
+    for op, found in LAYERS.items():
+        spec = spec_of(op)
+        assert all(spec.supports(p, H200) is None for p in found.values())
+        assert set(found.values()).isdisjoint(spec.shapes.values())
+        for path in Path(mgpu_ops.__path__[0], "configs").glob(f"*/{op}.json"):
+            shipped = {database.to_problem(spec, entry.problem) for entry in database.read(path).entries}
+            assert shipped.isdisjoint(found.values())
+
+
 ATTENTION = spec_of("flash_attention")
 
 

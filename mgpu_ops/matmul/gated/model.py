@@ -35,8 +35,8 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     }
 
 
-# Fitted to 58 configs of ten problems on an H200, in a run that was not kept. On an H100 the 16 drawn problems that run the kernel
-# take 0.97 to 1.12 times what the model says (results/2026-11-27-h100-gated_matmul-anywhere.csv).
+# Fitted to 58 configs of ten problems on an H200, in a run that was not kept. On an H100 the 16 drawn problems that run the
+# kernel take 0.97 to 1.12 times what the model says (results/2026-11-27-h100-gated_matmul-anywhere.csv).
 _NARROWEST = 0.73  # of the rate is left to the narrowest wgmma, as in matmul's model
 _SWIZZLE_64 = 1.24  # times as long with 64-byte swizzles of both weights,
 _SHALLOW = 1.33  # with two steps in flight,

@@ -13,8 +13,8 @@ _LAUNCH = 3e-6  # seconds
 _MEMORY = 0.85  # of the memory's rate that is reached
 _TILE = 1e-6  # s that a tile takes at least, from its first load to its last store
 _BLOCKS = 4  # of an SM at once
-# XLA's, on an H200 in a run that was not kept; on an H100 the drawn problems take 0.70 to 0.94 times what the model says. A largest
-# value alone is one pass (results/2026-11-27-h100-quantize-anywhere.csv).
+# XLA's, on an H200 in a run that was not kept; on an H100 the drawn problems take 0.70 to 0.94 times what the model says. A
+# largest value alone is one pass (results/2026-11-27-h100-quantize-anywhere.csv).
 _XLA_LAUNCH, _XLA_MEMORY, _XLA_READS = 2.6e-6, 0.5, 0.85
 
 
