@@ -1,7 +1,7 @@
 """What README and docs/ say about speed, computed from the benchmarks in results/: tables and one picture.
 
-    python scripts/figures.py            prints the tables
-    python scripts/figures.py --write    puts them into README.md and docs/, between marks, and draws docs/images/speed.svg
+    python -m scripts.figures            prints the tables
+    python -m scripts.figures --write    puts them into README.md and docs/, between marks, and draws docs/images/speed.svg
 
 A table names its CSV files. Of several files with the same problem, the one with the newest date in its name counts. "x" is the
 other's time over ours, so that 1.10x is 10 % faster and 0.90x slower; means are geometric. "Earlier config" counts the problems
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import html
 import itertools
 import json
 import math
@@ -28,6 +27,7 @@ from typing import Any
 import jax
 
 from mgpu_ops.tuning.bench.earlier import earlier_config
+from scripts import speed_picture
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs/images/speed.svg"
@@ -307,18 +307,20 @@ def layers_of_experts(results: Path, passes: str = "") -> list[Problem]:
     return problems(results, f"h200-moe{re.escape(passes)}-fastest")
 
 
-def steps_of_programs(results: Path, gpu: str = "h200") -> tuple[dict[tuple[str, str], dict[str, Row]], list[Path]]:
+def steps_of_programs(
+    results: Path, gpu: str = "h200", what: str = "llama"
+) -> tuple[dict[tuple[str, str], dict[str, Row]], list[Path]]:
     """Of each step of a language model, by op and problem, the newest row of each implementation; and the files."""
     steps: dict[tuple[str, str], dict[str, Row]] = {}
     found = []
-    for path, rows in newest(results, f"{gpu}-llama"):
+    for path, rows in newest(results, f"{gpu}-{what}"):
         here: dict[tuple[str, str], dict[str, Row]] = {}
         for row in rows:
             here.setdefault((row["op"], row["problem"]), {})[row["impl"]] = row
         steps |= here
         found.append(path)
     if not steps:
-        raise LookupError(f"{results} has no benchmark {gpu}-llama")
+        raise LookupError(f"{results} has no benchmark {gpu}-{what}")
     return steps, found
 
 
@@ -334,13 +336,34 @@ def training_steps(results: Path, gpu: str = "h200") -> Iterator[Strip]:
 def program(results: Path) -> Iterator[str]:
     """Steps of a language model: milliseconds and the memory that XLA plans, beside XLA's in the same run."""
     steps, found = steps_of_programs(results)
+    yield from _steps(sorted(steps.items(), key=_order_of_step), lambda op, problem: _step(op, problem))
+    yield next(sources(*found))  # the page has pictures of its own
+
+
+def program_models(results: Path) -> Iterator[str]:
+    """The same of models that nothing is tuned for, by model."""
+    steps, found = steps_of_programs(results, "h100", "llama-models")
+
+    def order(item: tuple[tuple[str, str], Any]) -> tuple[str, Any]:
+        return item[0][1].partition("-layers-")[0], _order_of_step(item)
+
+    def what(op: str, problem: str) -> str:
+        model, _, rest = problem.partition("-layers-")
+        name, _, layers = model.rpartition("-")
+        return f"{name}, {layers} layers: {_step(op, f'-layers-{rest}')}"
+
+    yield from _steps(sorted(steps.items(), key=order), what)
+    yield next(sources(*found))
+
+
+def _steps(steps: Iterable[tuple[tuple[str, str], dict[str, Row]]], what: Callable[[str, str], str]) -> Iterator[str]:
+    """A table of steps, a line of each. what: its title, of the op and the problem."""
     yield "| a step | XLA and cuDNN, ms | ours, ms | theirs over ours | XLA's memory, GB | ours, GB |"
     yield "|---" * 6 + "|"
-    for (op, problem), by in sorted(steps.items(), key=_order_of_step):
+    for (op, problem), by in steps:
         xla, ours = (float(by[impl]["median_us"]) / 1e3 for impl in ("xla", "mgpu_ops"))
         peaks = (f"{float(by[impl]['peak_bytes']) / 1e9:.2f}" for impl in ("xla", "mgpu_ops"))
-        yield f"| {_step(op, problem)} | {xla:.4g} | {ours:.4g} | {xla / ours:.3f}x | {' | '.join(peaks)} |"
-    yield next(sources(*found))  # the page has pictures of its own
+        yield f"| {what(op, problem)} | {xla:.4g} | {ours:.4g} | {xla / ours:.3f}x | {' | '.join(peaks)} |"
 
 
 _COMPILED = {  # of scripts/compile_times.py
@@ -540,6 +563,9 @@ def drawn_attention(results: Path, gpu: str) -> Iterator[Strip]:
     yield strip("the same, forward + backward", "cuDNN", problems(results, f"{what}-grad"), "cudnn")
 
 
+_OF_A_LAYER = ("gated_matmul", "rms_norm", "rotary", "embedding", "cross_entropy", "quantize")
+
+
 def h100(results: Path) -> Iterator[str]:
     """What was timed on an H100, with the configs of the H200."""
     forward, both = problems(results, "h100-flash_attention-llm"), problems(results, r"h100-flash_attention\+grad-llm")
@@ -555,10 +581,14 @@ def h100(results: Path) -> Iterator[str]:
     yield line("matmul, random shapes, untuned", "XLA (cuBLAS)", drawn, "xla")
     yield line("grouped matmul, training", "JAX's kernel", grouped, "jax-pallas")
     yield line("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")
+    others = [(op, problems(results, f"h100-{op}-anywhere")) for op in _OF_A_LAYER]
+    for op, found in others:
+        yield line(f"{op}, random shapes, untuned", "XLA", found, "xla")
     yield from map(line_of, training_steps(results, "h100"))
     _, steps = steps_of_programs(results, "h100")
     attention = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
-    yield next(sources(*files(forward, both, *attention, products, rows, drawn, grouped, decoding), *steps))
+    timed = (forward, both, *attention, products, rows, drawn, grouped, decoding, *(found for _, found in others))
+    yield next(sources(*files(*timed), *steps))
 
 
 def runs_kernel(p: Problem) -> bool:
@@ -592,58 +622,9 @@ def glance(results: Path) -> Iterator[str]:
         yield f"| {s.what} | {s.beside} | {len(s.ratios)} | {s.mean:.2f}x | {extremes} | {earlier} |"
 
 
-_PANELS = (  # on one GPU, between several: ticks of the logarithmic axis
-    ("One NVIDIA H200", (0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 5.0)),
-    ("Between H200s", (0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)),
-)
-_WIDTH, _LEFT, _RIGHT, _ROW = 640, 24, 616, 46  # pixels
-
-
 def picture(results: Path) -> str:
-    """The `strips` as SVG: a dot for each problem at its ratio, on a logarithmic axis, and a bar at the geometric mean."""
-    found = list(strips(results))
-    between = [s for s in found if s.what.startswith("all_reduce")]
-    y, drawn = 34, [_label(_LEFT, 30, "Time of the other over ours, bfloat16", 'font-size="19" font-weight="600"')]
-    for (title, ticks), members in zip(_PANELS, ([s for s in found if s not in between], between)):
-        drawn += _panel(title, ticks, members, y)
-        y += _ROW * len(members) + 80
-    drawn.append(_label(_LEFT, y + 12, "A dot is a problem, the black bar the geometric mean of its line.", 'fill="#555"'))
-    frame = f'viewBox="0 0 {_WIDTH} {y + 28}" role="img" aria-label="Speed of each op beside the fastest other"'
-    font = 'font-family="system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="14" fill="#222"'
-    back = f'<rect width="{_WIDTH}" height="{y + 28}" rx="10" fill="#fff"/>'
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {frame} {font}>', back, *drawn, "</svg>\n"])
-
-
-def _label(x: float, y: float, words: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{html.escape(words)}</text>'
-
-
-def _panel(title: str, ticks: Sequence[float], members: Sequence[Strip], top: int) -> list[str]:
-    """A line for each strip, under a common axis whose left end is the first tick."""
-
-    def at(ratio: float) -> float:
-        return _LEFT + (_RIGHT - _LEFT) * math.log(ratio / ticks[0]) / math.log(ticks[-1] / ticks[0])
-
-    first, bottom, one = top + 48, top + 48 + _ROW * len(members), at(1)
-    drawn = [
-        f'<rect x="{one:.1f}" y="{first}" width="{_RIGHT - one:.1f}" height="{bottom - first}" fill="#e9f4ed"/>',
-        _label(_LEFT, top + 26, title, 'font-size="16" font-weight="600"'),
-        _label(_RIGHT, top + 26, "ours is faster: right of 1x", 'text-anchor="end" fill="#1e6b28"'),
-    ]
-    for tick in ticks:
-        x, colour = at(tick), "#444" if tick == 1 else "#ddd"
-        drawn.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{first}" y2="{bottom}" stroke="{colour}"/>')
-        drawn.append(_label(x, first - 6, f"{tick:g}x", 'text-anchor="middle" font-size="12" fill="#555"'))
-    for number, s in enumerate(members):
-        y = first + _ROW * number
-        drawn.append(_label(_LEFT + 4, y + 17, s.what, 'stroke="#fff" stroke-width="3" paint-order="stroke" font-weight="600"'))
-        drawn.append(_label(_RIGHT - 4, y + 17, f"{s.mean:.2f}x beside {s.beside}", 'text-anchor="end"'))
-        for ratio, name in s.ratios:
-            colour = "#0b6e99" if ratio >= 1 else "#c0392b"
-            dot = f'<circle cx="{at(ratio):.1f}" cy="{y + 32}" r="5.5" fill="{colour}" fill-opacity=".5">'
-            drawn.append(f"{dot}<title>{html.escape(f'{name}: {ratio:.2f}x')}</title></circle>")
-        drawn.append(f'<rect x="{at(s.mean) - 1.5:.1f}" y="{y + 23}" width="3" height="18" fill="#111"/>')
-    return drawn
+    """The `strips` as SVG."""
+    return speed_picture.drawn([(s.what, s.beside, s.mean, s.ratios) for s in strips(results)])
 
 
 _MODELLED = re.compile(
@@ -691,6 +672,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
     "moe": moe,
     "collectives": collectives,
     "program": program,
+    "program_models": program_models,
     "program_kernels": program_kernels,
     "compile_times": compile_times,
     "h100": h100,

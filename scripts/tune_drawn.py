@@ -1,6 +1,6 @@
 """Tunes matmul's suite `anywhere` beside XLA, about a second and a half of a Hopper GPU for each problem.
 
-    python scripts/tune_drawn.py --output results/DATE-GPU-matmul-anywhere-tuned.csv [--part 0/2] [--names 0,24] [--seconds 90]
+    python -m scripts.tune_drawn --output results/DATE-GPU-matmul-anywhere-tuned.csv [--part 0/2] [--names 0,24] [--seconds 90]
 
 `mgpu-tune run matmul --suite anywhere` searches longer and stores entries. This shows what the kernel reaches on problems that
 nobody chose, and stores none. Of each problem the default and the most promising configs by the model compile in processes

@@ -228,3 +228,12 @@ def test_extras_hold_the_cuda_plugin_to_the_version_of_jax():
     assert f"jax[cuda13-local]{bounds}" in project["optional-dependencies"]["aot"]
     everything = str(project["dependencies"]) + str(project["optional-dependencies"])
     assert "jax-cuda" not in everything
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("scripts/*.py")), ids=lambda path: path.stem)
+def test_a_script_says_how_it_finds_what_it_imports_of_the_others(path: Path) -> None:
+    """As a file it finds none of them: with `python -m` it does, from the checkout's folder."""
+    tree = ast.parse(path.read_text())
+    of_others = any(isinstance(node, ast.ImportFrom) and (node.module or "").startswith("scripts") for node in ast.walk(tree))
+    said = ast.get_docstring(tree) or ""
+    assert f"python {'scripts/' + path.name if of_others else '-m scripts.' + path.stem}" not in said

@@ -49,11 +49,11 @@ def test_tables_and_the_picture_are_those_of_the_files_they_name() -> None:
     shown = []
     for path in figures.pages():
         text = path.read_text()
-        assert figures.of_page(path) == text, f"{path}: run `python scripts/figures.py --write`"
+        assert figures.of_page(path) == text, f"{path}: run `python -m scripts.figures --write`"
         shown += [name for _, name, _ in figures.MARKS.findall(text)]
     assert sorted(shown) == sorted(figures.TABLES)
     picture = figures.PICTURE.read_text()
-    assert figures.picture(ROOT / "results") == picture, "run `python scripts/figures.py --write`"
+    assert figures.picture(ROOT / "results") == picture, "run `python -m scripts.figures --write`"
     assert all(24 <= float(x) <= 616 for x in re.findall(r'<circle cx="([-.\d]+)"', picture)), "a dot beyond its axis"
 
 

@@ -90,8 +90,8 @@ def cross_entropy(
       return_lse: return also lse, e.g. for a loss on its square. It is differentiable.
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
-        machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and the
-        kernel was measured to be faster for this problem or one near it, otherwise "xla".
+        machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and
+        XLA was not measured to be faster for this problem or one near it, otherwise "xla".
 
     Returns:
       The loss of each token, float32 [...] (float64 of float64 logits); with `return_lse` (loss, lse).

@@ -62,9 +62,8 @@ def embedding(
       config: runs the gradient's kernel with this Config instead of the database's.
       backend: of the gradient: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race
         detection; any machine, slow), "xla" (`reference`, a scatter that adds in float32). Default: $MGPU_OPS_BACKEND, else
-        "mosaic" where GPU and problem allow it and the kernel ran for such a problem on a GPU (bfloat16, a width that is a
-        multiple of 1024, 4096 tokens and more) or was measured to be faster. Else XLA: the scatter that JAX itself has
-        for table[tokens], which rounds each sum, where the kernel could run, otherwise that in float32.
+        "mosaic" where GPU and problem allow it and XLA is not known or predicted to be faster. Else XLA: the scatter that JAX
+        itself has for table[tokens], which rounds each sum, where the kernel could run, otherwise that in float32.
 
     Returns:
       [..., width] of the table's dtype. XLA gathers it, whatever the backend.

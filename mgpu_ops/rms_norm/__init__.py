@@ -97,8 +97,8 @@ def rms_norm(
         that connection, which saves a pass over both.
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
-        machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and the
-        kernel was measured to be faster for this problem or one near it, otherwise "xla".
+        machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and
+        XLA was not measured to be faster for this problem or one near it, otherwise "xla".
 
     Returns:
       [..., width] of x's dtype; with `return_x` that and x.

@@ -239,10 +239,3 @@ def tolerance(problem: Problem) -> float:
     if problem.of == "array" or not problem.writes:
         return 1e-5
     return {"float8_e4m3fn": 0.13}.get(problem.to, 0.26)
-
-
-def unmeasured(problem: Problem) -> str | None:
-    """Why calls run XLA until the kernel was measured."""
-    if problem.scheme != "tensor":
-        return "the kernel of scales of rows and blocks was not shown to be right and fast on a GPU yet"
-    return None
