@@ -229,6 +229,12 @@ class Parsed(Exception):
     """A program has read its arguments."""
 
 
+def parse_as_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `python FILE ...` or `python -m MODULE ...`, the words behind `python`."""
+    of_module = words[0] == "-m"
+    parse_with_its_own_parser(words[1] if of_module else ROOT / words[0], words[1 + of_module :], monkeypatch)
+
+
 def parse_with_its_own_parser(program: Path | str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """program: a script, or the name of a module that has a function `main`."""
     parse = argparse.ArgumentParser.parse_args
@@ -257,9 +263,7 @@ def test_a_line_of_a_shell_is_one_that_its_program_takes(name: str, line: str, m
     elif program == "pip":
         assert set(re.findall(r"\[(.*)\]", line)[0].split(",")) <= set(extras())
     elif program == "python":
-        of_module = words[0] == "-m"
-        named = words[1] if of_module else ROOT / words[0]
-        parse_with_its_own_parser(named, words[1 + of_module :], monkeypatch)
+        parse_as_python(words, monkeypatch)
     else:
         assert program in ("export", "jq"), f"{name}: who runs {line!r}?"
 
@@ -280,7 +284,7 @@ def test_commands_named_in_passing_exist_with_the_options_named(
             assert words[0] in targets()
         elif program == "python":
             with monkeypatch.context() as patch:
-                parse_with_its_own_parser(ROOT / words[0], words[1:], patch)
+                parse_as_python(words, patch)
         else:
             assert set(re.findall(r"\[(.*)\]", rest)[0].split(",")) <= set(extras())
 
