@@ -27,6 +27,7 @@ from mgpu_ops.core import aot, engine
 from mgpu_ops.registry import database
 from mgpu_ops.tuning import cli
 from scripts import figures
+from scripts.figures import lines, ops, programs
 
 ROOT = Path(__file__).parents[1]
 DOCS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -85,11 +86,11 @@ def test_a_line_has_the_geometric_mean_the_extremes_and_how_many_are_slower(tmp_
     write(
         tmp_path / "2025-01-01-h200-matmul.csv", [*ours, (a, "xla", 5.0), (b, "xla", 20.0), (c, "xla", 10.0), (b, "fast", 8.0)]
     )
-    found = figures.problems(tmp_path, "h200-matmul")
-    assert figures.line("all", "XLA", found, "xla") == "| all | XLA | 3 | 1.000x | 0.500x (a) | 2.000x (b) | 1 |  |"
-    assert figures.line("all", "both", found, "xla", "fast") == "| all | both | 1 | 0.800x | 0.800x (b) | 0.800x (b) | 1 |  |"
+    found = lines.problems(tmp_path, "h200-matmul")
+    assert lines.line("all", "XLA", found, "xla") == "| all | XLA | 3 | 1.000x | 0.500x (a) | 2.000x (b) | 1 |  |"
+    assert lines.line("all", "both", found, "xla", "fast") == "| all | both | 1 | 0.800x | 0.800x (b) | 0.800x (b) | 1 |  |"
     with pytest.raises(LookupError, match="no problem of 'all' was timed beside tokamax"):
-        figures.line("all", "tokamax", found, "tokamax")
+        lines.line("all", "tokamax", found, "tokamax")
 
 
 def test_the_newest_file_of_a_problem_counts_and_is_named(tmp_path: Path) -> None:
@@ -98,16 +99,16 @@ def test_the_newest_file_of_a_problem_counts_and_is_named(tmp_path: Path) -> Non
     write(old, [(first, "mgpu_ops", 1.0), (second, "mgpu_ops", 1.0)])
     write(new, [(second, "mgpu_ops", 2.0)])
     write(tmp_path / "2025-01-03-h200-matmul-variants.csv", [(first, "mgpu_ops", 9.0)])
-    assert [(p.name, p.us("mgpu_ops"), p.file) for p in figures.problems(tmp_path, "h200-matmul")] == [
+    assert [(p.name, p.us("mgpu_ops"), p.file) for p in lines.problems(tmp_path, "h200-matmul")] == [
         ("a", 1.0, old),
         ("b", 2.0, new),
     ]
     new.with_suffix(".png").touch()
-    told = "\n".join(figures.sources(new, old))
+    told = "\n".join(lines.sources(new, old))
     assert f"From `results/{new.name}`, `results/{old.name}`." in told
     assert f"![{new.stem}](results/{new.stem}.png)" in told
     with pytest.raises(LookupError, match="has no benchmark h100-matmul"):
-        figures.problems(tmp_path, "h100-matmul")
+        lines.problems(tmp_path, "h100-matmul")
 
 
 def test_a_landmark_stands_beside_the_datasheet_s_bound_and_the_fastest_other(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_a_landmark_stands_beside_the_datasheet_s_bound_and_the_fastest_other(tm
         head = ("op", "problem", "impl", "median_us", "tflops", "gbs")
         csv.writer(stream).writerows([head, *(("matmul", "a 4096x1x1 bfloat16", *row) for row in rows)])
     landmarks = [("h200-matmul", label, "a", others) for label, others in (("", ("xla", "fast")), ("alone", ()))]
-    told = list(figures.rooflines(tmp_path, *landmarks))
+    told = list(ops.rooflines(tmp_path, *landmarks))
     assert told[2:4] == ["| a | 250 | 10 | 20 | 50 % | 22 |", "| alone | 250 | 10 | 20 | 50 % |  |"]
     assert "2025-01-01-h200-matmul.csv" in told[4]
 
@@ -132,7 +133,7 @@ def test_steps_of_a_program_are_those_of_the_newest_file_in_the_order_of_their_s
     steps(1, *old)
     steps(2, *(("llama-decode", of, impl, us) for of in (many, few) for impl, us in (("xla", 600.0), ("mgpu_ops", 500.0))))
     steps(3, ("llama-step-sustained", tokens, "xla", 9e3), ("llama-step-sustained", tokens, "mgpu_ops", 6e3))
-    assert list(figures.program(tmp_path))[2:-1] == [
+    assert list(programs.program(tmp_path))[2:-1] == [
         "| training, 8192 tokens | 9 | 9 | 1.000x | 2.50 | 2.50 |",
         "| training, without pause, 8192 tokens | 9 | 6 | 1.500x | 2.50 | 2.50 |",
         "| decoding, 2 sequences of 4096 tokens | 0.6 | 0.5 | 1.200x | 2.50 | 2.50 |",
@@ -150,7 +151,7 @@ def test_where_a_step_s_time_went_is_told_by_kind_and_size_of_the_newest_file_th
     decoding = "llama-decode-llama3-8b-4-layers-16384"
     kernels("", "70.0", f"{many}, xla", f"{few}, xla", f"{few}, mgpu_ops", f"{few}, fp8", f"{decoding}-16x4096, xla")
     kernels("-again", "60.56", f"{few}, xla", f"{few}, mgpu_ops", f"{decoding}-1x4096, xla")
-    lines = list(figures.program_kernels(tmp_path))
+    lines = list(programs.program_kernels(tmp_path))
     assert lines[:8] == [
         "| training, 8192 tokens, ms | xla | mgpu_ops |",
         "|---|---|---|",
@@ -168,7 +169,7 @@ def test_where_a_step_s_time_went_is_told_by_kind_and_size_of_the_newest_file_th
     assert lines[-1] == ("From `results/2025-01-02-h200-llama-kernels.txt`, `results/2025-01-02-h200-llama-kernels-again.txt`.")
     (tmp_path / "empty").mkdir()
     with pytest.raises(LookupError, match="has no kernels"):
-        figures.profiles(tmp_path / "empty")
+        programs.profiles(tmp_path / "empty")
 
 
 # --- examples in Python
@@ -374,9 +375,9 @@ def test_compile_times_are_told_by_stage_before_and_now(tmp_path: Path) -> None:
 
     measured("compile-times-before", ("llama", "mgpu_ops", 2.0))
     with pytest.raises(LookupError, match="compile-times"):
-        list(figures.compile_times(tmp_path))
+        list(programs.compile_times(tmp_path))
     measured("compile-times", ("llama", "mgpu_ops", 1.0), ("llama", "xla", 3.0))
-    assert list(figures.compile_times(tmp_path))[2:-1] == [
+    assert list(programs.compile_times(tmp_path))[2:-1] == [
         "| a training step of 4 layers | ours | 0.00 -> 0.00 | 2.00 -> 1.00 | 4.00 -> 2.00 | 6.00 -> 3.00 |",
         "| a training step of 4 layers | XLA and cuDNN | 0.00 | 3.00 | 6.00 | 9.00 |",
     ]

@@ -1,4 +1,4 @@
-"""The picture of docs/speed.md: how fast each op is beside the fastest other. `scripts/figures.py` draws it from results/."""
+"""The picture of docs/speed.md: how fast each op is beside the fastest other. `scripts/figures` draws it from results/."""
 
 from __future__ import annotations
 

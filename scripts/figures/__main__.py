@@ -1,0 +1,5 @@
+"""`python -m scripts.figures`."""
+
+from scripts.figures import main
+
+main()
