@@ -21,21 +21,16 @@ from jax.typing import ArrayLike
 from mgpu_ops import flags, floats
 from mgpu_ops.attention import cudnn, cudnn_model, reference, shards
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
-from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.mask import zero_unseen
-from mgpu_ops.attention.model import (
+from mgpu_ops.attention.backward_model import (
     backward_candidates,
     backward_cost,
     backward_default,
     backward_inputs,
     backward_space,
-    candidates,
-    cost,
-    default,
-    distance,
-    inputs,
-    space,
 )
+from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.mask import zero_unseen
+from mgpu_ops.attention.model import candidates, cost, default, distance, inputs, space
 from mgpu_ops.attention.problem import (
     BACKWARD_SHAPES,
     BACKWARD_SUITES,

@@ -22,20 +22,17 @@ from mgpu_ops.attention.problem import (
     ONE_WARPGROUP,
     PORTABLE_CLUSTER,
     ROWS,
-    BackwardConfig,
     BackwardProblem,
     Config,
     Problem,
     blocks_of_an_sm,
     check,
-    check_backward,
     least_splits,
     masks_all,
     padded,
     split_stages,
     splits_keys,
     supports,
-    supports_backward,
 )
 from mgpu_ops.core import limits, rates
 from mgpu_ops.core.gpu import Gpu
@@ -79,22 +76,12 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     return (*qkv, *rest)
 
 
-def backward_inputs(problem: BackwardProblem, key: jax.Array) -> tuple[jax.Array, ...]:
-    """`inputs`, a random gradient of the output, and the lse and delta that the forward pass leaves."""
-    p = problem
-    q, k, v, *rest = inputs(p, key)
-    out, lse = reference.forward(p, q, k, v, *rest)
-    out_grad = jax.random.normal(jax.random.fold_in(key, 1), out.shape, out.dtype)
-    delta = jnp.einsum("btnd,btnd->bnt", out.astype(jnp.float32), out_grad.astype(jnp.float32))
-    return (q, k, v, out_grad, lse, delta, *rest)
-
-
 # --- Forward --------------------------------------------------------------------------------------------------------
 
 
 _FEW_TOKENS = 16  # query tokens: up to here keys are split
-_SECTION_WAVES = (1, 2, 4, 8, 1024)  # the last: all heads together
-_SECTION = 4
+SECTION_WAVES = (1, 2, 4, 8, 1024)  # the last: all heads together
+SECTION = 4
 _LONG = 8192  # query tokens: beyond, sections as in `_MEASURED`
 _KEPT = 0.6  # of the L2: keys and values of all heads that take less stay there
 
@@ -115,7 +102,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "tile_kv": (64, 128, 192, 256),
         "max_concurrent_steps": (2, 3, 4),
         "q_slots": (1, 2),
-        "section_waves": _SECTION_WAVES,
+        "section_waves": SECTION_WAVES,
         "memory_registers": (24, 32, 40, 48, 56, 72),
         "pv_wait": ("half", "early", "late"),
         "kv_splits": (0,),
@@ -179,7 +166,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     require("flash_attention", supports(problem, gpu), problem, gpu)
     if splits_keys_by_default(problem):
         return _split_candidates(problem, gpu)
-    measured, section = _measured(problem, gpu), _section(problem, gpu, _SECTION)
+    measured, section = _measured(problem, gpu), _section(problem, gpu, SECTION)
     found = [] if measured is None else [measured]
     pv_wait, turns = "early", "none"
     if measured is not None and measured.turns != "none":  # faster at that head dim than the others, which come next
@@ -202,8 +189,8 @@ def _section(problem: Problem, gpu: Gpu, of_long: int) -> int:
     """
     p = problem
     if p.batch * p.kv_heads * p.kv_tokens * (p.head_dim + p.v_dim) * itemsize_of(p.dtype) <= _KEPT * gpu.l2_bytes:
-        return _SECTION_WAVES[-1]
-    return _SECTION if p.q_tokens <= _LONG else of_long
+        return SECTION_WAVES[-1]
+    return SECTION if p.q_tokens <= _LONG else of_long
 
 
 def _measured(problem: Problem, gpu: Gpu) -> Config | None:
@@ -331,15 +318,17 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     mask overlap with nothing in their consumer, unless all are masked (`masks_all`): then each consumer has its own number.
     """
     p, c = problem, config
-    _require(supports(p, gpu))
+    raise_for(supports(p, gpu))
     if c.kv_splits:
         return _split_cost(p, c, gpu)
     typical, rows = reference.of_mean_length(p), ROWS * c.compute_warpgroups
-    steps, unseen = _segments_kv_blocks(typical, rows, c.tile_kv) if p.segments else (_kv_blocks(typical, rows, c.tile_kv), 0)
+    steps, unseen = (
+        _segments_kv_blocks(typical, rows, c.tile_kv) if p.segments else (cached_kv_blocks(typical, rows, c.tile_kv), 0)
+    )
     if masks_all(p, c):
         tiles = _own_kv_blocks(typical, c.compute_warpgroups, c.tile_kv) * _step(p, c, gpu, masked=True, alone=False)
     else:
-        whole = _whole_kv_blocks(typical, rows, c.tile_kv) - unseen
+        whole = cached_whole_kv_blocks(typical, rows, c.tile_kv) - unseen
         whole = np.clip(whole, 0, steps - 1)  # the first one overlaps with nothing
         masks = p.left is not None or p.right is not None
         tiles = whole * _step(p, c, gpu, masked=False, alone=False)
@@ -347,11 +336,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     entries, start = typical.batch * p.q_heads, _FIT.launch
     several = len(tiles) * entries > gpu.sms  # for a block
     tiles = tiles + _FIT.tile + _FIT.refill * (c.q_slots == 1 and several)
-    work = _shared_out(tiles, entries, gpu)
+    work = shared_out(tiles, entries, gpu)
     if several:
         start += _FIT.schedule
         work += _FIT.uneven * float(tiles.mean()) * bool(tiles.min() < tiles.max())
-    return start + max(work, reference.bytes_moved(p) / _hbm(gpu))
+    return start + max(work, reference.bytes_moved(p) / hbm(gpu))
 
 
 def _step(p: Problem, c: Config, gpu: Gpu, masked: bool, alone: bool) -> float:
@@ -362,18 +351,18 @@ def _step(p: Problem, c: Config, gpu: Gpu, masked: bool, alone: bool) -> float:
     causal = p.right is not None and p.left is None and not p.segments
     operations = _FIT.operations + _FIT.bias_operations * bias + _FIT.segment_operations * p.segments
     operations += (_FIT.causal_operations if causal else _FIT.mask_operations) * masked
-    products = 2 * scores * (d + v_d) / _rate(gpu)
+    products = 2 * scores * (d + v_d) / rate(gpu)
     softmax = (scores / _EXPONENTIALS + (operations * scores + 1.5 * rows * v_d) / _LANES) / gpu.clock_hz
     loaded = 2 * c.tile_kv * (d + v_d) + (scores * itemsize_of(p.bias) if bias else 0)
     return max(
         max(products, softmax) + _FIT.exposed[consumers - 1] * min(products, softmax),
         (_FIT.step + _FIT.alone * alone) * consumers + (products + _FIT.own_softmax * softmax) / consumers,
-        loaded / _load_rate(gpu),
+        loaded / load_rate(gpu),
         rates.LOAD_LATENCY / c.max_concurrent_steps,
     )
 
 
-def _typical(problem: Problem) -> Problem:
+def typical_problem(problem: Problem) -> Problem:
     """A problem without lengths and segments that takes as long: of the mean length, and of each segment on its own."""
     p = reference.of_mean_length(problem)
     if not p.segments:
@@ -384,7 +373,7 @@ def _typical(problem: Problem) -> Problem:
 
 _IN_CLUSTERS = 120 / 132  # of the SMs hold clusters of 4 or 8 (results/2026-11-22-h200-resident-clusters.txt)
 # Fitted to an H200 (results/2026-11-23-h200-flash_attention-decode-configs.jsonl).
-_READING = 1.08  # times as fast as `_hbm`, where nothing is written
+_READING = 1.08  # times as fast as `hbm`, where nothing is written
 _BLOCK = 0.5e-6  # s by which a block's start and end hold up its SM
 _EXCHANGE = 0.4e-6  # s in which the blocks of a cluster add up their outputs
 _ADDED_UP = 1.9e-6  # s of the kernel that adds up those of several clusters
@@ -427,10 +416,10 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     blocks = p.batch * p.kv_heads * math.ceil(rows / ROWS) * c.kv_splits
     sms = gpu.sms * (_IN_CLUSTERS if clusters else 1.0)
     at_once = int(sms * min(4, blocks_of_an_sm(p, c, gpu)))
-    steps = int(_kv_blocks(p, p.q_tokens, c.tile_kv).max())
+    steps = int(cached_kv_blocks(p, p.q_tokens, c.tile_kv).max())
     longest_share = math.ceil(steps / c.kv_splits) * c.kv_splits / steps  # over the mean one
     read = reference.bytes_moved(dataclasses.replace(p, lengths=False)) * longest_share
-    of_hbm = read / (_READING * _hbm(gpu)) / blocks  # s of a block
+    of_hbm = read / (_READING * hbm(gpu)) / blocks  # s of a block
     ends = _BLOCK + _EXCHANGE * (c.kv_cluster > 1)
     work = ends / 2
     for waves, wave in ((blocks // at_once, at_once), (1, blocks % at_once)):
@@ -447,7 +436,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
         work = (work + max(alone, work / 2 + alone / 2 * (blocks > at_once))) / 2
     if parts > 1:
         written = 4 * parts * p.batch * p.q_tokens * p.q_heads * padded(p.head_dim)
-        work += _ADDED_UP + _ADDED_UP_PART * parts + 3 * written / _hbm(gpu)
+        work += _ADDED_UP + _ADDED_UP_PART * parts + 3 * written / hbm(gpu)
     return rates.LAUNCH + work
 
 
@@ -458,13 +447,13 @@ def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     loads; and the latency of a load over the bytes in flight.
     """
     d = padded(p.head_dim)
-    steps = math.ceil(int(_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
+    steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
     scores, loaded = ROWS * c.tile_kv, 4 * c.tile_kv * d
-    compute = 4 * scores * d / _rate(gpu)
+    compute = 4 * scores * d / rate(gpu)
     compute += (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * ROWS * d) / _LANES) / gpu.clock_hz
     waits = _WAITS + _PAGES * (p.page_size > 0)
     in_flight = max((sum(split_stages(c)) - 1) / 2, _LEAST_IN_FLIGHT)  # steps
-    return steps * max(compute + waits, shared * compute, shared * loaded / _load_rate(gpu), rates.LOAD_LATENCY / in_flight)
+    return steps * max(compute + waits, shared * compute, shared * loaded / load_rate(gpu), rates.LOAD_LATENCY / in_flight)
 
 
 def distance(x: Problem, y: Problem) -> float | None:
@@ -502,168 +491,30 @@ def _gradient_kind(p: Problem) -> tuple[bool, bool] | None:
     return (p.deterministic, p.bias_grad) if isinstance(p, BackwardProblem) else None
 
 
-# --- Backward -------------------------------------------------------------------------------------------------------
-
-
-def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
-    """The choices for each field of BackwardConfig, in order; `check_backward` says which combinations run."""
-    d = backward_dim(problem.head_dim)
-    next_step = d <= 128
-    return {
-        "mode": ("fused", "split"),
-        "tile_q": (64, 128),
-        "tile_kv": (64, 128),
-        "max_concurrent_steps": (1, 2, 3),
-        "section_waves": _SECTION_WAVES,
-        "memory_registers": (24, 40),
-        "dq_step": ("same", "next") if next_step else ("same",),
-        "q_order": ("apart", "together") if next_step else ("together",),
-        "dk_operand": ("memory", "registers") if 64 < d <= 128 else ("memory",),
-        "group_splits": _group_splits(problem, gpu),
-    }
-
-
-def _group_splits(problem: BackwardProblem, gpu: Gpu) -> tuple[int, ...]:
-    """Parts of a group of query heads: 1 alone where the kv blocks of all heads fill the GPU several times."""
-    p, group = problem, problem.q_heads // max(1, problem.kv_heads)  # supports_backward has a reason where there are none
-    whole = p.batch * p.kv_heads * math.ceil(p.kv_tokens / (2 * ROWS)) >= _FULL * gpu.sms
-    return (1,) if whole else tuple(n for n in range(1, group + 1) if group % n == 0)
-
-
-def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConfig]:
-    """All configs that `check_backward` accepts, with one choice of `section_waves`, the least `backward_cost` first.
-
-    Raises ValueError where there is none.
-    """
-    require("flash_attention_backward", supports_backward(problem, gpu), problem, gpu)
-    choices = backward_space(problem, gpu) | {"section_waves": (_SECTION,), "memory_registers": (24,)}
-    every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
-    every = [dataclasses.replace(c, memory_registers=_backward_producer_registers(problem, c)) for c in every]
-    if problem.deterministic and (problem.left, problem.right) != (None, None):  # in long sections, fewer wait for their turn
-        section = _TURNS_SECTION_OF_SEGMENTS if problem.segments else _TURNS_SECTION
-        every = [dataclasses.replace(c, section_waves=section) if c.mode == "fused" else c for c in every]
-    legal = [c for c in every if check_backward(problem, c, gpu) is None]
-    reason = None if legal else "none of the space takes so little shared memory and so few registers"
-    require("flash_attention_backward", reason, problem, gpu)
-    return sorted(legal, key=lambda c: backward_cost(problem, c, gpu))
-
-
-def _backward_producer_registers(problem: BackwardProblem, config: BackwardConfig) -> int:
-    """With more, accumulators spill in one kernel; with fewer, the producers of two kernels: of heads in narrow panels, of
-    windows of rows that end anywhere, of a float32 bias."""
-    p, d = problem, backward_dim(problem.head_dim)
-    anywhere = p.lengths or p.segments or p.q_tokens % config.tile_q != 0 or p.kv_tokens % config.tile_kv != 0
-    narrow = d > 128 and d % PANEL != 0
-    return 40 if config.mode == "split" and (narrow or anywhere or p.bias == "float32") else 24
-
-
-def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
-    """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
-
-    Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
-    `deterministic`, turns where the default is one kernel, but with lengths alone and where heads would be padded for them:
-    there they were not measured.
-    """
-    ranked = backward_candidates(problem, gpu)
-    if problem.deterministic:
-        in_any_order = backward_default(dataclasses.replace(problem, deterministic=False), gpu)
-        measured = (not problem.lengths or problem.right is not None) and backward_dim(problem.head_dim) in (64, 128)
-        in_turns = [c for c in ranked if c.mode == "fused" and in_any_order.mode == "fused" and measured]
-        return in_turns[0] if in_turns else next(c for c in ranked if c.mode == "split")
-    best = next(c for c in ranked if c.dq_step == "same")
-    fused = [c for c in ranked if c.mode == "fused"] or [best]
-    same = next(c for c in fused if c.dq_step == "same")
-    return best if backward_cost(problem, best, gpu) < _FUSED_MARGIN * backward_cost(problem, same, gpu) else fused[0]
-
-
-# Fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl, -backward-d128.jsonl, -backward-long.jsonl, and the
-# shipped entries).
-_FUSED_MARGIN = 0.95
-_TURNS_SECTION = 8
-_TURNS_SECTION_OF_SEGMENTS = 1024  # all heads: their kv blocks are short
-_REACHED = {  # of the rate of the tensor cores, by mode and head dim
-    "fused": {64: 0.653, 80: 0.487, 96: 0.619, 112: 0.55, 128: 0.72},
-    "split": {64: 0.89, 80: 0.654, 96: 0.864, 112: 0.7, 128: 0.994, 160: 0.785, 192: 0.834, 224: 0.88, 256: 0.956},
-}
-_ROUND = 0.06e-6  # s of a tile of 64 x 128 scores beside its products
-_KEYS_TILE = 2.4e-6  # s of an output tile of dk and dv beside its steps
-_ROWS_TILE = 6.9e-6  # likewise of dq
-_STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those that make delta and convert dq
-_PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
-_ADDS = 3.5e-6  # s of the kernels that add up dk and dv of a group's parts, beside their bytes
-_FULL = 4  # times as many kv blocks as SMs: more are shared out evenly
-_COPIED = 1.81  # times as long as by HBM's rate alone the copies before and after take
-# Of a step's time, by head dim, where products of two q blocks overlap while a third one loads
-# (results/2026-11-22-h200-flash_attention-backward-d128.txt, results/2026-11-23-h200-flash_attention-backward-d64.txt); and
-# what registers for dS take of that again.
-_AHEAD, _HELD = {64: 0.92, 128: 0.831}, 0.063
-
-
-def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
-    """Modelled time in seconds, with what XLA does around the kernels: delta, zeros for dq and its conversion, padding.
-
-    Fused: a thread block keeps a kv block while q blocks of all heads that share it go by. A tile of scores takes five
-    products, and dq is added to global memory in float32. Split: four in the dk/dv kernel, three in the dq kernel.
-    """
-    p, c = problem, config
-    _require(supports_backward(p, gpu))
-    typical, group, size = _typical(p), p.q_heads // p.kv_heads, itemsize_of(p.dtype)
-    d, entries = backward_dim(p.head_dim, c.dq_step), typical.batch
-    queries = p.batch * p.q_tokens * p.q_heads
-    keys = _q_blocks(typical, c.tile_kv, c.tile_q) * (group // c.group_splits)
-    columns, copied = (5, 10 * queries * d) if c.mode == "fused" else (4, 0)  # dq: zeros, float32 read, 16 bits written
-    step = _gradient_step(p, c, columns * d, 2 * c.tile_q * d * size + (4 * c.tile_q * d if c.mode == "fused" else 0), gpu)
-    work = _shared_out(keys * step + _KEYS_TILE, entries * p.kv_heads * c.group_splits, gpu)
-    if c.mode == "split":
-        rows = _kv_blocks(typical, 2 * ROWS, ROWS)  # whatever the tiles of the dk/dv kernel
-        step = _gradient_step(p, dataclasses.replace(c, tile_q=2 * ROWS, tile_kv=ROWS), 3 * d, 2 * ROWS * d * size, gpu)
-        work += _shared_out(rows * step + _ROWS_TILE, entries * p.q_heads, gpu)
-    moved = reference.backward_bytes_moved(p)
-    copied += queries * (2 * p.head_dim * size + 8)  # delta
-    padding = _PADS + 2 * moved / _hbm(gpu) if d != p.head_dim else 0.0
-    if c.group_splits > 1:
-        padding += _ADDS + 2 * (c.group_splits + 1) * p.batch * p.kv_tokens * p.kv_heads * d * size / _hbm(gpu)
-    return _STARTS[c.mode] + max(work, moved / _hbm(gpu)) + _COPIED * copied / _hbm(gpu) + padding
-
-
-def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: int, gpu: Gpu) -> float:
-    """Seconds of one tile of scores: products of so many columns, and the work on each score. Several stages overlap loads."""
-    scores = c.tile_q * c.tile_kv
-    d = backward_dim(p.head_dim, c.dq_step)
-    reached = _REACHED[c.mode][d]
-    compute = 2 * columns * scores / (reached * _rate(gpu)) + _ROUND * scores / (ROWS * 2 * ROWS)
-    moving = moved / _load_rate(gpu) + (scores * itemsize_of(p.bias) / _load_rate(gpu) if p.bias != "none" else 0.0)
-    if c.max_concurrent_steps == 1:
-        return compute + moving + rates.LOAD_LATENCY
-    if c.dq_step == "next" and c.max_concurrent_steps > 2:
-        compute *= _AHEAD[d] + (_HELD if c.dk_operand == "registers" else 0.0)
-    return max(compute, moving, rates.LOAD_LATENCY / c.max_concurrent_steps)
-
-
 # --- What both share ------------------------------------------------------------------------------------------------
 
 
-def _require(reason: str | None) -> None:
+def raise_for(reason: str | None) -> None:
     """Raises ValueError where `supports` has a reason: to count the blocks of sizes that no kernel takes could take hours."""
     if reason is not None:
         raise ValueError(reason)
 
 
-def _rate(gpu: Gpu) -> float:
+def rate(gpu: Gpu) -> float:
     """FLOP/s of one SM."""
     return gpu.bf16_flops * rates.POWER / gpu.sms
 
 
-def _load_rate(gpu: Gpu) -> float:
+def load_rate(gpu: Gpu) -> float:
     """Bytes per second from L2 into one SM."""
     return rates.LOAD_BYTES_PER_CLOCK * gpu.clock_hz
 
 
-def _hbm(gpu: Gpu) -> float:
+def hbm(gpu: Gpu) -> float:
     return gpu.memory_bytes_per_s * rates.HBM
 
 
-def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
+def shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
     """Seconds until the SMs are through with tiles of these seconds, each `entries` times.
 
     Unequal ones are assigned so that all SMs end at about the same time, equal ones go in waves.
@@ -675,9 +526,9 @@ def _shared_out(tiles: np.ndarray, entries: int, gpu: Gpu) -> float:
 
 
 # Cached, as the tuner models thousands of configs. The arrays are shared: do not write to them.
-_kv_blocks = functools.lru_cache(4096)(kv_blocks)
-_whole_kv_blocks = functools.lru_cache(4096)(whole_kv_blocks)
-_q_blocks = functools.lru_cache(4096)(q_blocks)
+cached_kv_blocks = functools.lru_cache(4096)(kv_blocks)
+cached_whole_kv_blocks = functools.lru_cache(4096)(whole_kv_blocks)
+cached_q_blocks = functools.lru_cache(4096)(q_blocks)
 
 
 @functools.lru_cache(4096)
