@@ -80,8 +80,8 @@ def h100(results: Path) -> Iterator[str]:
     others = [(op, problems(results, f"h100-{op}-anywhere")) for op in _OF_A_LAYER]
     for op, found in others:
         yield line(f"{op}, random shapes, untuned", "XLA", found, "xla")
-    yield from map(line_of, training_steps(results, "h100"))
-    _, steps = steps_of_programs(results, "h100")
+    yield from map(line_of, [*training_steps(results, "h100"), *untuned_models(results)])
+    steps = (path for models in ("llama", "llama-models") for path in steps_of_programs(results, "h100", models)[1])
     attention = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
     timed = (forward, both, *attention, products, rows, drawn, grouped, decoding, *(found for _, found in others))
     yield next(sources(*files(*timed), *steps))
@@ -96,6 +96,11 @@ def summary(results: Path) -> Iterator[str]:
     yield from map(line_of, strips(results))
 
 
+def untuned_models(results: Path) -> Iterator[Strip]:
+    """Training steps of models that nothing is tuned for."""
+    yield from training_steps(results, "h100", "llama-models", ", other models, untuned, H100")
+
+
 _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and untuned, and what is behind
     "attention, forward + backward",
     "attention, random shapes, untuned",
@@ -104,6 +109,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
     "matmul, random shapes, untuned",
     "grouped matmul, training",
     "a training step in 16 bits",
+    "a training step in 16 bits, other models, untuned, H100",
     "all_reduce, 4 GPUs, kernel",
 )
 
@@ -111,7 +117,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
 def glance(results: Path) -> Iterator[str]:
     yield "| | beside | problems | mean | worst | best | earlier config |"
     yield "|---" * 7 + "|"
-    by_what = {s.what: s for s in strips(results)}
+    by_what = {s.what: s for s in (*strips(results), *untuned_models(results))}
     for s in (by_what[what] for what in _GLANCE):
         extremes = f"{s.ratios[0][0]:.2f}x | {s.ratios[-1][0]:.2f}x"
         earlier = "" if s.earlier is None else s.earlier
