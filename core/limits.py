@@ -113,7 +113,7 @@ def supports_rows(rows: dict[str, tuple[str, int, int]]) -> str | None:
 
 # --- Registers
 
-WARPGROUP = 128  # threads
+WARP, WARPGROUP = 32, 128  # threads
 
 
 def check_producer_registers(registers: int) -> str | None:

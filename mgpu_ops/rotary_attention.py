@@ -1,7 +1,7 @@
 """rotary_attention: attention of one projection's q, k and v, of which q and k are rotated: `rotary_qkv` and `flash_attention`.
 
 The backward pass is where it gains: dq, which the kernel of attention's gradients adds up in float32, is rounded, rotated back
-and joined with dk and dv by one kernel, where a call of each of the two takes two.
+and joined with dk and dv by one kernel, where a call of each of the two takes two. With norms of q and k it is these two calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.registry import dispatch, partition
-from mgpu_ops.rotary import RotaryCall
+from mgpu_ops.rotary import RotaryCall, rotary_qkv
 
 
 def rotary_attention(
@@ -34,6 +34,9 @@ def rotary_attention(
     *,
     heads: int,
     kv_heads: int,
+    q_norm: ArrayLike | None = None,
+    k_norm: ArrayLike | None = None,
+    epsilon: float = 1e-6,
     causal: bool = False,
     window: Window | None = None,
     scale: float | None = None,
@@ -43,19 +46,21 @@ def rotary_attention(
     backward_config: BackwardConfig | None = None,
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
-    """`flash_attention` of the q, k and v of `rotary_qkv`, whose gradient takes one kernel less.
+    """`flash_attention` of the q, k and v of `rotary_qkv`, whose gradient takes one kernel less where there are no norms.
 
     Args:
       qkv: floats [..., tokens, (heads + 2 kv_heads) * head_dim]: the heads of q, then those of k, then those of v.
       cos, sin: [tokens, head_dim / 2], constants, as of `rotary_qkv`.
       heads, kv_heads: of q; of k, and of v.
+      q_norm, k_norm, epsilon: weights [head_dim] of an RMS norm of each head of q and k, as of `rotary_qkv`.
       causal, window, scale, soft_cap, deterministic, config, backward_config: as of `flash_attention`.
       backend: as of both. Default: for each of the two kernels what a call of its own would run.
 
     Returns:
       [..., tokens, heads, head_dim] of qkv's dtype.
 
-    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps q, k and v as they are rotated, and the output.
+    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps q, k and v as they are rotated, and the output;
+    with norms also qkv.
 
     Raises:
       ValueError, TypeError: as `rotary_qkv` and `flash_attention`.
@@ -83,6 +88,13 @@ def rotary_attention(
         backward_config=backward_config,
         backend=backend,
     )
+    _, norms = rotary.with_norms("rotary_attention", head_dim, q_norm, k_norm, epsilon)
+    if norms:
+        options: Any = {"q_norm": q_norm, "k_norm": k_norm, "epsilon": epsilon, "backend": backend}
+        parts = rotary_qkv(qkv, cos, sin, heads=heads, kv_heads=kv_heads, **options)
+        q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in parts)
+        attended = attention.attend(dataclasses.replace(arguments, q=q, k=k, v=v))[0]
+        return attended.reshape(*lead, tokens, heads, head_dim)
     call = _Call(rotary, arguments.call())
     joined = rows.reshape(*q.shape[:2], -1, head_dim)
     if arguments.checked_scale() < 0:  # the kernels take the largest score before they scale

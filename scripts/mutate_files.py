@@ -106,7 +106,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     ],
     "cross_entropy": [{"dtype": "float32"}],
     "rms_norm": [{"dtype": "float16", "gradient": True, "residual": True}],
-    "rotary": [{"dtype": "float16", "gradient": True, "head_dim": 64}],
+    "rotary": [{"dtype": "float16", "gradient": True, "head_dim": 64}, {"normalised": True}],
     "embedding": [{"dtype": "float16"}],
     "all_reduce": [{"dtype": "float32", "reduction": "max"}, {"transport": "multimem"}],
     "reduce_scatter": [{"dtype": "float32", "reduction": "max"}, {"transport": "multimem"}],

@@ -178,8 +178,9 @@ def _rotary(problem: RotaryProblem, backend: dispatch.Backend | None) -> Callabl
     sequences = p.rows // max(p.positions, 1)
     rotate = partial(mgpu_ops.rotary_qkv, heads=p.heads, kv_heads=p.kv_heads, backend=backend)
 
-    def call(qkv: jax.Array, cos: jax.Array, sin: jax.Array) -> Any:
-        parts = rotate(qkv.reshape(sequences, p.positions, -1), cos, sin)
+    def call(qkv: jax.Array, cos: jax.Array, sin: jax.Array, *norms: jax.Array) -> Any:
+        weights: dict[str, Any] = dict(zip(("q_norm", "k_norm"), norms, strict=False))  # and epsilon, which is the default
+        parts = rotate(qkv.reshape(sequences, p.positions, -1), cos, sin, **weights)
         return jax.tree.map(lambda part: part.reshape(p.rows, *part.shape[2:]), parts)
 
     return call

@@ -19,7 +19,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     require("rotary", supports(problem, gpu), problem, gpu)
     p, c = problem, config
     waves = math.ceil(p.rows / min(p.rows, gpu.sms * c.blocks))  # rows of the busiest block
-    in_flight = c.blocks * (c.stages - 2) * sum(p.parts) * p.head_dim * itemsize_of(p.dtype)
+    of_a_row = sum(p.parts) + (p.rotated if p.normalised and p.gradient else 0)
+    in_flight = c.blocks * (c.stages - 2) * of_a_row * p.head_dim * itemsize_of(p.dtype)
     share = in_flight / (in_flight + _LATENCY_BYTES)
     return _LAUNCH + bytes_moved(p) / (gpu.memory_bytes_per_s * share) + waves * _ROW / c.blocks
 
@@ -30,7 +31,7 @@ space, candidates, default = _choices.space, _choices.candidates, _choices.defau
 
 def distance(a: Problem, b: Problem) -> float | None:
     """How far two problems are, in doublings of the numbers of a row, of which the rows count a quarter."""
-    if (a.dtype, a.gradient) != (b.dtype, b.gradient):
+    if (a.dtype, a.gradient, a.normalised) != (b.dtype, b.gradient, b.normalised):
         return None
     if a == b:
         return 0.0

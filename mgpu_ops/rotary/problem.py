@@ -11,7 +11,16 @@ import jax.numpy as jnp
 
 from mgpu_ops.core.choices import outside
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import WARPGROUP, block_bytes, check_fields, itemsize_of, supports_dtypes, supports_sizes
+from mgpu_ops.core.limits import (
+    WARP,
+    WARPGROUP,
+    Buffer,
+    block_bytes,
+    check_fields,
+    itemsize_of,
+    supports_dtypes,
+    supports_sizes,
+)
 
 HEAD_DIMS = (64, 128, 256)
 _MOST_HEADS = 256  # of a row, along a side of a TMA copy
@@ -27,12 +36,17 @@ class Problem:
     left' = left cos - right sin and right' = right cos + left sin, of the halves of a head and the cosines and sines
     [head_dim / 2] of row % positions. The gradient is the way back: from q, k and v to what is joined, with -sin.
 
+    With `normalised`, a head x of q or k is first x r w with r = 1 / sqrt(mean of x^2 + epsilon) and a weight w [head_dim] of
+    q, or of k. The gradient is then dx = r g w - x r^3 mean(g w x), of a head g that is rotated back, and dw = sum of g x r
+    over all rows and heads of q, or of k, in float32.
+
     rows: of a batch of sequences.
     positions: tokens of a sequence, whose cosines and sines there are.
     heads, kv_heads: of q; of k, and of v.
     head_dim: numbers of a head.
     dtype: of all, "bfloat16" or "float16" in the kernel.
-    gradient: from the gradients of q, k and v compute that of what is joined.
+    gradient: from the gradients of q, k and v compute that of what is joined; with `normalised` also those of both weights.
+    normalised: heads of q and k are divided by their root mean square and multiplied by weights, before they are rotated.
     """
 
     rows: int
@@ -42,6 +56,7 @@ class Problem:
     head_dim: int
     dtype: str = "bfloat16"
     gradient: bool = False
+    normalised: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -50,6 +65,16 @@ class Problem:
     def parts(self) -> tuple[int, int, int]:
         """Heads of q, k and v."""
         return self.heads, self.kv_heads, self.kv_heads
+
+    @property
+    def rotated(self) -> int:
+        """Heads of q and k together."""
+        return self.heads + self.kv_heads
+
+    @property
+    def by_row(self) -> int:
+        """How many of the arrays that a problem takes have its rows: they come first."""
+        return (3 + self.normalised) if self.gradient else 1
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -76,9 +101,14 @@ SUITES: dict[str, Sequence[str]] = {"llm": _FORWARD, "gradient": [name for name 
 
 
 def heads_at_once(p: Problem) -> int:
-    """How many heads a warpgroup rotates at once: a thread has up to four numbers of each half of them; 0 where none fit."""
-    of_one = WARPGROUP // (p.head_dim // 2)  # with a number for each thread
-    return next((of_one * n for n in (4, 2, 1) if (p.heads + p.kv_heads) % (of_one * n) == 0), 0)
+    """How many heads a warpgroup rotates at once: a thread has up to four numbers of each half of them; 0 where none fit.
+
+    A head that is normalised lies within a warp, which adds up its squares.
+    """
+    half = p.head_dim // 2
+    of_one = WARPGROUP // half  # with a number for each thread
+    fits = (n for n in (4, 2, 1) if p.rotated % (of_one * n) == 0 and not (p.normalised and half > n * WARP))
+    return next((of_one * n for n in fits), 0)
 
 
 def supports(problem: Problem, gpu: Gpu) -> str | None:
@@ -95,12 +125,19 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if p.heads * p.head_dim % _ALIGNED:
         return f"heads={p.heads} of head_dim={p.head_dim} are no multiple of {_ALIGNED} numbers: use backend='xla'"
     if not heads_at_once(p):
-        return f"{p.heads + p.kv_heads} heads of q and k cannot be rotated in equal groups: use backend='xla'"
+        how = "normalised in groups of four" if p.normalised else "rotated in equal groups"
+        return f"{p.rotated} heads of q and k cannot be {how}: use backend='xla'"
     least = smem_bytes(p, Config(blocks=1, stages=min(SPACE["stages"])))
     if least > gpu.smem_per_block:
         what = f"{min(SPACE['stages'])} rows of {sum(p.parts)} heads of head_dim={p.head_dim}"
+        what += " and of what was normalised" * (p.normalised and p.gradient)
         return f"{what} take {least} bytes of shared memory, more than {gpu.smem_per_block}: use backend='xla'"
     return None
+
+
+def unmeasured(problem: Problem) -> str | None:
+    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
+    return "the kernel that also normalises was not measured: backend='mosaic' runs it" if problem.normalised else None
 
 
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
@@ -117,36 +154,50 @@ _OF_A_BLOCK = 1024  # bytes of an SM's shared memory that the system takes for e
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:
-    """Bytes of shared memory that a block takes: both halves of the rows, their cosines and sines."""
-    p, c, half = problem, config, problem.head_dim // 2
-    rows = [((c.stages, sum(p.parts), half), itemsize_of(p.dtype))] * 2
-    return block_bytes([*rows, *[((c.stages, heads_at_once(p), half), 4)] * 2], c.stages)
+    """Bytes of shared memory that a block takes: both halves of the rows, their cosines and sines, and what a norm takes."""
+    p, c, half, at_once = problem, config, problem.head_dim // 2, heads_at_once(problem)
+    buffers: list[Buffer] = [((c.stages, sum(p.parts), half), itemsize_of(p.dtype))] * 2
+    if p.normalised and p.gradient:
+        buffers += [((c.stages, p.rotated, half), itemsize_of(p.dtype))] * 2
+    if p.normalised:
+        buffers += [((2 * at_once, half), 4)] * 2
+    return block_bytes([*buffers, *[((c.stages, at_once, half), 4)] * 2], c.stages + p.normalised)
 
 
 # --- What a problem takes and gives --------------------------------------------------------------------------------
 
 
 def flops(problem: Problem) -> int:
-    """Three operations for each number that is rotated."""
+    """Three operations for each number that is rotated, four for its norm, and eleven for the norm's gradients."""
     p = problem
-    return 3 * p.rows * (p.heads + p.kv_heads) * p.head_dim
+    of_norm = (11 if p.gradient else 4) * p.normalised
+    return (3 + of_norm) * p.rows * p.rotated * p.head_dim
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Each input read once and each output written once."""
+    """Each input read once and each output written once. Of what was normalised, a gradient reads the heads of q and k."""
     p = problem
-    return 2 * p.rows * sum(p.parts) * p.head_dim * itemsize_of(p.dtype) + 2 * p.positions * (p.head_dim // 2) * 4
+    numbers = p.rows * (2 * sum(p.parts) + (p.rotated if p.normalised and p.gradient else 0)) * p.head_dim
+    weights = 2 * p.head_dim * 4 * (1 + p.gradient) * p.normalised
+    return numbers * itemsize_of(p.dtype) + 2 * p.positions * (p.head_dim // 2) * 4 + weights
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random normal numbers, joined or of q, k and v, and cosines and sines of angles that grow with the token."""
+    """Random normal numbers, joined or of q, k and v, and cosines and sines of angles that grow with the token.
+
+    With `normalised` the gradient has the joined ones too, and at the end are both weights, around 1, and epsilon.
+    """
     p = problem
-    parts = p.parts if p.gradient else (sum(p.parts),)
+    parts = (*p.parts, sum(p.parts))[: p.by_row] if p.gradient else (sum(p.parts),)
     keys = jax.random.split(key, len(parts))
     given = (jax.random.normal(k, (p.rows, heads, p.head_dim), p.dtype) for k, heads in zip(keys, parts, strict=True))
     rates = 10_000.0 ** (-jnp.arange(0, p.head_dim, 2, dtype=jnp.float32) / p.head_dim)
     angles = jnp.arange(p.positions, dtype=jnp.float32)[:, None] * rates
-    return *given, jnp.cos(angles), jnp.sin(angles)
+    turned = *given, jnp.cos(angles), jnp.sin(angles)
+    if not p.normalised:
+        return turned
+    weights = 1 + 0.3 * jax.random.normal(jax.random.fold_in(key, 1), (2, p.head_dim), jnp.float32)
+    return *turned, *weights, jnp.full((1,), 1e-6, jnp.float32)
 
 
 def tolerance(problem: Problem) -> float:

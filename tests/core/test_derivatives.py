@@ -20,6 +20,9 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "moe": lambda x: mgpu_ops.moe(x, x[:, :4], W, W, W, 2),
     "flash_attention": lambda x: mgpu_ops.flash_attention(*[x.reshape(64, 1, 64)] * 3),
     "rotary_attention": lambda x: mgpu_ops.rotary_attention(x.reshape(16, 256), ANGLES, ANGLES, heads=2, kv_heads=1),
+    "rotary_qkv with norms": lambda x: mgpu_ops.rotary_qkv(
+        x.reshape(16, 256), ANGLES, ANGLES, heads=2, kv_heads=1, q_norm=X[0], k_norm=X[0]
+    )[0],
     "cross_entropy": lambda x: mgpu_ops.cross_entropy(x, jnp.zeros(64, int)),
     "rms_norm": lambda x: mgpu_ops.rms_norm(x, X[0]),
     "embedding": lambda x: mgpu_ops.embedding(x, jnp.arange(2)),

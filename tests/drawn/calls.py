@@ -286,7 +286,17 @@ def _rotary_attention(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     angles = np.random.default_rng(1).uniform(0, 6, (t, d // 2)).astype(np.float32)
     arrays = {"qkv": normal(rng.choice((1, 2)), t, (heads + 2 * kv) * d), "cos": np.cos(angles), "sin": np.sin(angles)}
     options = {"heads": heads, "kv_heads": kv, "causal": rng.random() < 0.6}
-    return Drawn(f"rotary_attention {options}", lambda **xs: mgpu_ops.rotary_attention(**xs, **options), arrays, ("qkv",))
+    norms = _norms(rng, d)
+    run = lambda **xs: mgpu_ops.rotary_attention(**xs, **options)  # noqa: E731
+    return Drawn(f"rotary_attention {options} {list(norms)}", run, arrays | norms, ("qkv", *norms))
+
+
+def _norms(rng: random.Random, head_dim: int) -> dict[str, Any]:
+    """Weights of the norms of q and k, or none."""
+    if rng.random() < 0.5:
+        return {}
+    numbers = np.random.default_rng(2).uniform(0.5, 1.5, (2, head_dim)).astype(np.float32)
+    return dict(zip(("q_norm", "k_norm"), numbers, strict=True))
 
 
 def _rotary_into_cache(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
@@ -334,7 +344,9 @@ def _small(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     heads = kv * rng.choice((1, 2, 4))
     angles = numbers.uniform(0, 6, (t, d // 2)).astype(np.float32)
     arrays = {"qkv": normal(2, t, (heads + 2 * kv) * d), "cos": np.cos(angles), "sin": np.sin(angles)}
-    return Drawn(kind, lambda **xs: mgpu_ops.rotary_qkv(**xs, heads=heads, kv_heads=kv), arrays, ("qkv",))
+    norms = _norms(rng, d)
+    run = lambda **xs: mgpu_ops.rotary_qkv(**xs, heads=heads, kv_heads=kv)  # noqa: E731
+    return Drawn(f"{kind} {list(norms)}", run, arrays | norms, ("qkv", *norms))
 
 
 def _float32(rng: random.Random, s: Sizes, normal: Any) -> Drawn:

@@ -80,7 +80,7 @@ def good() -> dict[str, list[Arguments]]:
     q, kv = _array(2, 16, 4, 64), _array(2, 16, 2, 64)
     mlp = {"x": x, "w_gate": w, "w_up": w, "w_down": w.T}
     w8 = jnp.ones((32, 64), jnp.int8)
-    f8, s16 = _array(16, 32, dtype=jnp.float8_e4m3fn), _array(16, dtype=f32)
+    f8, s16, s64 = _array(16, 32, dtype=jnp.float8_e4m3fn), _array(16, dtype=f32), _array(64)
     experts = _whole(*[0, 1] * 16).reshape(16, 2)
     grouped: Arguments = {"lhs": x, "rhs": w3, "group_sizes": sizes}
     dispatch = mgpu_ops.moe_dispatch(x, experts, 2)
@@ -136,10 +136,13 @@ def good() -> dict[str, list[Arguments]]:
             | {"soft_cap": 3.0, "soft_cap_after_bias": True, "return_lse": True, "deterministic": True},
             {"q": q[:, :1], "k": kv, "v": kv, "page_table": _whole(0, 1, 1, 0).reshape(2, 2), "kv_lengths": _whole(9, 30)},
         ],
-        "rotary_qkv": [{"qkv": qkv, "cos": cos, "sin": cos, "heads": 2, "kv_heads": 1}],
+        "rotary_qkv": [
+            {"qkv": qkv, "cos": cos, "sin": cos, "heads": 2, "kv_heads": 1},
+            {"qkv": qkv, "cos": cos, "sin": cos, "heads": 2, "kv_heads": 1, "q_norm": s64, "k_norm": s64, "epsilon": 1e-5},
+        ],
         "rotary_attention": [
             {"qkv": qkv, "cos": cos, "sin": cos, "heads": 2, "kv_heads": 1, "causal": True, "window": (3, 0), "scale": 0.3}
-            | {"soft_cap": 3.0, "deterministic": True}
+            | {"soft_cap": 3.0, "deterministic": True, "q_norm": s64, "k_norm": s64, "epsilon": 1e-5}
         ],
         "rotary_into_cache": [
             {"qkv": qkv[:, 0], "cos": cos[:2], "sin": cos[:2], "k_cache": kv[:, :, :1], "v_cache": kv[:, :, :1]}

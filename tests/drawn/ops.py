@@ -106,7 +106,8 @@ def near_the_middle(problem: Any, arrays: Arrays, wanted: tuple[Wanted, ...]) ->
 
 
 def _wide(problem: Any) -> Any:
-    return dataclasses.replace(problem, dtype="float32", out_dtype="float32")
+    fields = {field.name for field in dataclasses.fields(problem)} & {"dtype", "out_dtype"}
+    return dataclasses.replace(problem, **dict.fromkeys(fields, "float32"))
 
 
 # --- problems
@@ -276,7 +277,14 @@ def _rotary(rng: random.Random, s: Sizes) -> Any:
     heads = kv_heads * rng.choice((1, 2, 3, 4, 8))
     dims = rng.choice((64, 80, 96, 112, 128, 160, 192, 256))
     return SPECS["rotary"].Problem(
-        positions * rng.randint(1, 3), positions, heads, kv_heads, dims, rng.choice(SIXTEEN), rng.random() < 0.5
+        positions * rng.randint(1, 3),
+        positions,
+        heads,
+        kv_heads,
+        dims,
+        rng.choice(SIXTEEN),
+        gradient=rng.random() < 0.5,
+        normalised=rng.random() < 0.5,
     )
 
 

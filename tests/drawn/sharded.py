@@ -101,11 +101,15 @@ def _rotary(rng: random.Random) -> Call:
     d, heads = 16, kv * group
     angles = _normal(rng, t, d // 2)
     arrays = [_normal(rng, b, t, (heads + 2 * kv) * d), np.cos(angles), np.sin(angles)]
+    norms = ("q_norm", "k_norm") if rng.random() < 0.5 else ()
+    arrays += [1 + _normal(rng, d) / 3 for _ in norms]
+    of = (0, *range(3, 3 + len(norms)))
     if rng.random() < 0.5:
-        return "rotary_qkv", lambda x, c, s: mgpu_ops.rotary_qkv(x, c, s, heads=heads, kv_heads=kv), arrays, (0,)
-    causal = rng.random() < 0.5
-    call = lambda x, c, s: mgpu_ops.rotary_attention(x, c, s, heads=heads, kv_heads=kv, causal=causal)  # noqa: E731
-    return f"rotary_attention {causal}", call, arrays, (0,)
+        rotate = lambda x, c, s, *w: mgpu_ops.rotary_qkv(x, c, s, heads=heads, kv_heads=kv, **dict(zip(norms, w)))  # noqa: E731
+        return f"rotary_qkv {norms}", rotate, arrays, of
+    options = {"heads": heads, "kv_heads": kv, "causal": rng.random() < 0.5}
+    attend = lambda x, c, s, *w: mgpu_ops.rotary_attention(x, c, s, **options, **dict(zip(norms, w)))  # noqa: E731
+    return f"rotary_attention {options} {norms}", attend, arrays, of
 
 
 def _embedding(rng: random.Random) -> Call:

@@ -32,12 +32,35 @@ def turns(tokens: int = TOKENS, head_dim: int = HEAD_DIM) -> tuple[jax.Array, ja
 
 
 def written_out(qkv: Any, cos: Any, sin: Any, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[jax.Array]:
-    """In float32, by complex numbers: the left half of a head is real, the right one imaginary."""
-    x = qkv.astype(F32).reshape(*qkv.shape[:-1], heads + 2 * kv_heads, -1)
+    """In float32 or more, by complex numbers: the left half of a head is real, the right one imaginary."""
+    x = qkv.astype(jnp.promote_types(qkv.dtype, F32)).reshape(*qkv.shape[:-1], heads + 2 * kv_heads, -1)
     left, right = jnp.split(x, 2, -1)
     turned = (left + 1j * right) * (cos + 1j * sin)[:, None]
     rotated = jnp.concatenate([turned.real, turned.imag], -1)
     return [rotated[..., :heads, :], rotated[..., heads : heads + kv_heads, :], x[..., heads + kv_heads :, :]]
+
+
+def exact(problem: P, *arrays: jax.Array) -> list[np.ndarray]:
+    """What a problem with norms gives, in float64: by complex numbers, and JAX's gradients of that."""
+    p, epsilon = problem, float(arrays[-1][0])
+
+    def normalised(x: Any, weight: Any) -> Any:
+        return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + epsilon) * weight
+
+    def forward(joined: Any, q_norm: Any, k_norm: Any, cos: Any, sin: Any) -> list[jax.Array]:
+        q, k, v = jnp.split(joined, (p.heads, p.rotated), 1)
+        x = jnp.concatenate([normalised(q, q_norm), normalised(k, k_norm), v], 1).reshape(
+            -1, p.positions, sum(p.parts) * p.head_dim
+        )
+        parts = written_out(x, cos, sin, p.heads, p.kv_heads)
+        return [part.reshape(p.rows, -1, p.head_dim) for part in parts]
+
+    with jax.enable_x64(True):
+        *given, cos, sin, q_norm, k_norm, _ = (jnp.asarray(np.asarray(x, np.float64)) for x in arrays)
+        if not p.gradient:
+            return [np.asarray(x) for x in jax.jit(forward)(given[0], q_norm, k_norm, cos, sin)]
+        pull = jax.jit(lambda *xs: jax.vjp(lambda *ys: forward(*ys, *xs[3:5]), *xs[:3])[1](list(xs[5:])))
+        return [np.asarray(x) for x in pull(given[3], q_norm, k_norm, cos, sin, *given[:3])]
 
 
 def joined(*lead: int) -> jax.Array:
@@ -80,6 +103,31 @@ def test_kernel_is_right_and_has_no_race(name, assert_near):
     assert not engine.races_found()
 
 
+OF_NORMS = {
+    "a group of heads of q and k, more rows than stages": (P(22, 11, 6, 2, 128, normalised=True), C(1, 3)),
+    "groups of q, of both and of k": (P(5, 5, 6, 6, 64, "float16", normalised=True), C(4, 4)),
+    "large heads, of q and of k": (P(7, 7, 4, 4, 256, normalised=True), C(2, 3)),
+    "gradient": (P(11, 11, 6, 2, 128, gradient=True, normalised=True), C(1, 3)),
+    "gradient, small heads, groups of q, of both and of k": (P(12, 4, 6, 6, 64, gradient=True, normalised=True), C(2, 6)),
+    "gradient, large heads, fewer rows than blocks": (P(3, 3, 2, 2, 256, gradient=True, normalised=True), C(2, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    thorough.cases(OF_NORMS, ["large heads, of q and of k", "gradient, large heads, fewer rows than blocks", "gradient"]),
+)
+def test_kernel_with_norms_is_right_and_has_no_race(name, assert_near):
+    problem, config = OF_NORMS[name]
+    *given, _ = ROTARY.inputs(problem, jax.random.key(0))
+    given = *given, jnp.full(1, 0.1)
+    assert ROTARY.check(problem, config, FEW_SMS) is None
+    out = jax.jit(functools.partial(ROTARY.run, problem, config, FEW_SMS, interpret=True))(*given)
+    for y, z in zip(jax.tree.leaves(out), exact(problem, *given), strict=True):
+        assert_near(y, z, ROTARY.tolerance(problem) / 2)
+    assert not engine.races_found()
+
+
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 @pytest.mark.parametrize("name", thorough.cases(["llama3-8b-8192", "llama3-8b-8192-gradient"], ["llama3-8b-8192"]))
 def test_nothing_spills_and_shared_memory_is_as_computed(name):
@@ -107,6 +155,41 @@ def test_result_and_gradient_are_those_in_float32(backend, assert_near):
     assert_near(found, wanted, 1.5e-2)  # cotangents are rounded to bfloat16
 
 
+def norms(seed: int = 0, head_dim: int = HEAD_DIM, dtype: Any = F32) -> dict[str, jax.Array]:
+    """Weights of both norms, which are different."""
+    q_norm, k_norm = 1 + 0.3 * normal(seed, 2, head_dim)
+    return {"q_norm": q_norm.astype(dtype), "k_norm": 0.5 * k_norm.astype(dtype)}
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=thorough.only_in_all)])
+def test_heads_are_normalised_and_all_gradients_are_those_in_float64(backend, dtype, assert_near):
+    """With weights of either dtype, a small row whose norm epsilon decides, and fewer heads of k than of q."""
+    heads, kv_heads, rows = 6, 2, 2 * TOKENS
+    qkv = normal(0, 2, TOKENS, (heads + 2 * kv_heads) * HEAD_DIM, dtype=BF16).at[0, 0].multiply(1e-3)
+    gradients = [normal(i, 2, TOKENS, n, HEAD_DIM, dtype=BF16) for i, n in ((1, heads), (2, kv_heads), (3, kv_heads))]
+    weights = norms(dtype=dtype)
+
+    def run(qkv: jax.Array, q_norm: jax.Array, k_norm: jax.Array) -> tuple[jax.Array, ...]:
+        options: Any = {"heads": heads, "kv_heads": kv_heads, "epsilon": 1e-5, "backend": backend}
+        return rotary_qkv(qkv, *turns(), q_norm=q_norm, k_norm=k_norm, **options)
+
+    found, pull = jax.vjp(jax.jit(run), qkv, *weights.values())
+    problem = P(rows, TOKENS, heads, kv_heads, HEAD_DIM, normalised=True)
+    given = qkv.reshape(rows, -1, HEAD_DIM), [x.reshape(rows, -1, HEAD_DIM) for x in gradients]
+    others = *turns(), *weights.values(), jnp.full(1, 1e-5)
+    for y, z in zip(found, exact(problem, given[0], *others), strict=True):
+        assert y.dtype == BF16
+        assert_near(y.reshape(z.shape), z, 4e-3)  # one rounding
+    dqkv, *dweights = pull(tuple(gradients))
+    dx, *of_weights = exact(replace(problem, gradient=True), *given[1], given[0], *others)
+    assert (dqkv.dtype, dqkv.shape) == (BF16, qkv.shape)
+    assert_near(dqkv.reshape(dx.shape), dx, 4e-3)
+    for y, z in zip(dweights, of_weights, strict=True):
+        assert (y.dtype, y.shape) == (dtype, (HEAD_DIM,))
+        assert_near(y, z, 4e-3 if dtype == BF16 else 1e-5)
+
+
 def test_rotations_leave_scores_of_equal_distances_equal():
     """What rotary embeddings are for: q k^T depends on the distance of two tokens alone."""
     same = jnp.tile(joined()[:1].astype(F32), (TOKENS, 1))
@@ -115,6 +198,14 @@ def test_rotations_leave_scores_of_equal_distances_equal():
     for distance in range(1, TOKENS):
         of_distance = jnp.diagonal(scores, -distance, 1, 2)
         assert np.allclose(of_distance, of_distance[:, :1], atol=1e-2)
+
+
+def test_norms_leave_v_and_what_no_norm_is_asked_for_as_they_are():
+    qkv = joined(2)
+    plain, normalised = ours(qkv), ours(qkv, **norms())
+    np.testing.assert_array_equal(plain[2], normalised[2])
+    for x, y in zip(ours(qkv, epsilon=3.0), plain, strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_heads_are_integers_of_any_kind():
@@ -133,6 +224,23 @@ def test_forward_and_backward_pass_are_a_kernel_each_and_keep_nothing_of_qkv():
     assert {x.shape for x in jax.tree.leaves(vjp)} == {(8192, 64)}
 
 
+def test_with_norms_both_passes_are_a_kernel_too_which_keep_qkv_and_the_weights():
+    qkv, weights = jax.ShapeDtypeStruct((1, 8192, 6144), BF16), norms()
+
+    def loss(qkv: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        return sum(y.astype(F32).sum() for y in rotary_qkv(qkv, *turns(8192), heads=32, kv_heads=8, **weights))
+
+    found = capture(jax.grad(loss, argnums=(0, 1)), gpu="h200")(qkv, weights)
+    problem = P(8192, 8192, 32, 8, 128, normalised=True)
+    assert [p.problem for p in found.problems] == [problem, replace(problem, gradient=True)]
+    _, vjp = jax.eval_shape(lambda *given: jax.vjp(loss, *given), qkv, weights)
+    assert {(x.shape, x.dtype.name) for x in jax.tree.leaves(vjp) if x.ndim} == {
+        ((8192, 48, 128), "bfloat16"),
+        ((8192, 64), "float32"),
+        ((128,), "float32"),
+    }
+
+
 @pytest.mark.parametrize(
     ("problem", "runs"),
     [
@@ -142,6 +250,8 @@ def test_forward_and_backward_pass_are_a_kernel_each_and_keep_nothing_of_qkv():
         (P(1024, 1024, 32, 8, 128), "the kernel"),
         (P(8192, 8192, 9, 1, 128), "the kernel"),
         (P(8192, 8192, 8, 1, 128), "XLA"),
+        (P(8192, 8192, 32, 8, 128, normalised=True), "XLA"),  # until it was measured
+        (P(8192, 8192, 32, 8, 128, gradient=True, normalised=True), "XLA"),
     ],
     ids=str,
 )
@@ -160,9 +270,28 @@ def test_vmap_maps_sequences_and_angles(assert_near):
         assert_near(y, z, 8e-3)
 
 
+def test_vmap_maps_sequences_and_weights_of_norms(assert_near):
+    qkv, weights = joined(3), norms()
+    each = {name: jnp.stack([w, -w, 2 * w]) for name, w in weights.items()}
+
+    def loss(qkv: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+        return sum((y.astype(F32) ** 3).mean() for y in ours(qkv, backend="xla", **weights))
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    for axes, given in (((0, None), weights), ((0, 0), each)):
+        of_one = [gradient(x, weights if given is weights else {n: w[i] for n, w in each.items()}) for i, x in enumerate(qkv)]
+        found = jax.vmap(gradient, axes)(qkv, given)
+        for y, *parts in zip(*map(jax.tree.leaves, (found, *of_one)), strict=True):
+            assert_near(y, jnp.stack(parts), 8e-3 if y.dtype == BF16 else 1e-5)
+    summed = jax.jit(jax.grad(lambda w: sum(jax.vmap(loss, (0, None))(qkv, w))))(weights)
+    for name, total in summed.items():
+        assert_near(total, sum(gradient(x, weights)[1][name] for x in qkv), 1e-5)
+
+
 def test_a_mapped_axis_of_no_size_has_no_sequences():
     qkv, (cos, sin) = joined(3)[:0], turns()
-    assert [x.shape[0] for x in jax.vmap(lambda x: ours(x, cos, sin, backend="xla"))(qkv)] == [0, 0, 0]
+    for options in ({}, norms()):
+        assert [x.shape[0] for x in jax.vmap(lambda x: ours(x, cos, sin, backend="xla", **options))(qkv)] == [0, 0, 0]  # noqa: B023
 
 
 def test_gradient_through_shard_map_over_sequences(assert_near):
@@ -173,6 +302,20 @@ def test_gradient_through_shard_map_over_sequences(assert_near):
     qkv = joined(2)
     found = jax.grad(lambda x: sum((y.astype(F32) ** 2).sum() for y in f(x, *turns())))(qkv)
     assert_near(found, 2 * qkv.astype(F32), 3e-2)  # a rotation changes no length
+
+
+def test_gradients_of_norms_through_shard_map_are_sums_over_its_devices(assert_near):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows, whole = PartitionSpec("x"), PartitionSpec()
+    run = lambda qkv, cos, sin, weights: ours(qkv, cos, sin, backend="xla", **weights)  # noqa: E731
+    f = jax.shard_map(run, mesh=mesh, in_specs=(rows, whole, whole, whole), out_specs=rows)
+
+    def gradient(f: Any) -> Any:
+        loss = lambda x, weights: sum((y.astype(F32) ** 3).sum() for y in f(x, *turns(), weights))  # noqa: E731
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(joined(2), norms())
+
+    for y, z in zip(*map(jax.tree.leaves, (gradient(f), gradient(run))), strict=True):
+        assert_near(y, z, 8e-3 if y.dtype == BF16 else 1e-5)
 
 
 QKV, COS = np.ones((9, 1024), BF16), np.ones((9, 64), np.float32)
@@ -193,6 +336,12 @@ QKV, COS = np.ones((9, 1024), BF16), np.ones((9, 64), np.float32)
             ValueError,
             "head_dim=32 is not one of 64, 128, 256",
         ),
+        ((QKV, COS, COS), {"q_norm": COS[0]}, ValueError, r"k_norm is None: pass q_norm and k_norm, .* or neither"),
+        ((QKV, COS, COS), {"q_norm": COS, "k_norm": COS}, ValueError, r"q_norm has shape \(9, 64\): .* a head, \[128\]"),
+        ((QKV, COS, COS), {"q_norm": QKV[0, :128], "k_norm": COS[0]}, ValueError, r"k_norm has shape \(64,\)"),
+        ((QKV, COS, COS), {"q_norm": range(128), "k_norm": COS[0]}, TypeError, "q_norm has dtype int.*cast it first"),
+        ((QKV, COS, COS), {"epsilon": -1}, ValueError, "epsilon=-1 must be a finite number of at least 0"),
+        ((QKV, COS, COS), {"epsilon": "x"}, TypeError, "epsilon='x' is no Python number"),
     ],
 )
 def test_error_names_the_value_the_rule_and_the_way_out(given: Any, options: Any, error: Any, message: str) -> None:
@@ -208,6 +357,13 @@ def test_error_names_the_value_the_rule_and_the_way_out(given: Any, options: Any
         (P(64, 64, 32, 8, 128), C(8, 3), "bytes of shared memory do not fit"),
         (P(64, 48, 32, 8, 128), C(1, 3), "rows=64 are no whole sequences of positions=48"),
         (P(64, 64, 2, 1, 64), C(1, 3), "3 heads of q and k cannot be rotated in equal groups"),
+        (P(64, 64, 3, 1, 128, normalised=True), C(1, 3), None),
+        (P(64, 64, 4, 2, 128, normalised=True), C(1, 3), "6 heads of q and k cannot be normalised in groups of four"),
+        (
+            P(64, 64, 4, 2, 256, gradient=True, normalised=True),
+            C(1, 3),
+            "6 heads of q and k cannot be normalised in groups of four",
+        ),
         (P(64, 64, 9, 3, 64), C(1, 3), "heads=9 of head_dim=64 are no multiple of 128 numbers"),
         (P(64, 64, 256, 8, 64), C(1, 3), "272 heads of q, k and v are more than 256"),
         (P(64, 64, 112, 16, 256), C(1, 3), "3 rows of 144 heads of head_dim=256 take 233496 bytes of shared memory, more than"),

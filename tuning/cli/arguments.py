@@ -218,14 +218,15 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "gradient": _FLAG
         | {
             "help": "the op's backward kernel. gated ops: gradients of gate and up; cross_entropy: of the logits; "
-            "rms_norm: of x and the weight; rotary: of the joined q, k, v"
+            "rms_norm: of x and the weight; rotary: of the joined q, k, v, with --normalised also of the norms' weights"
         },
         "stored": _FLAG | {"help": "gated_matmul: gate (for gradients also up) is an input, and only one product is computed"},
         "joined": _FLAG | {"help": "gated_matmul: gate and up are the columns of one weight"},
         "group_offset": _FLAG | {"help": "grouped ops: compute the groups of one shard, whose rows begin at an offset"},
         "row_scale": _FLAG | {"help": "grouped_matmul: multiply each output row by a factor"},
         "second": _FLAG | {"help": "grouped_matmul: add the product of a second pair of operands"},
-        "normalised": _FLAG | {"help": "matmul, gated_matmul: RMS norm of the left operand's rows, without a weight"},
+        "normalised": _FLAG
+        | {"help": "matmul, gated_matmul: RMS norm of the left operand's rows, without a weight; rotary: of heads of q and k"},
         "b_dtype": {"type": dtype, "metavar": "DTYPE", "help": "matmul: dtype of the right operand, the other f8 than --dtype"},
         "scales": {
             "choices": ("none", "tensor", "row", "block"),
@@ -291,7 +292,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "vocabulary": _SIZE | {"help": "columns of the logits; rows of the embedding table"},
         "width": _SIZE | {"help": "columns of x or of the embedding table"},
     },
-    "rotary (--rows, --kv-heads, --head-dim and --gradient too)": {
+    "rotary (--rows, --kv-heads, --head-dim, --gradient and --normalised too)": {
         "positions": _SIZE | {"help": "tokens of a sequence; --rows is a multiple of it"},
         "heads": _SIZE | {"help": "query heads"},
     },

@@ -320,6 +320,20 @@ OPS: dict[str, tuple[Callable[..., Any], list[Any], list[P], set[str]]] = {
         [P("data"), P(), P()],
         set(),
     ),
+    "rotary_qkv with norms": (
+        with_gradients(lambda x, c, s, q, k: mgpu_ops.rotary_qkv(x, c, s, heads=4, kv_heads=2, q_norm=q, k_norm=k), 0, 3, 4),
+        [normal(0, 4, 16, 8 * 16), jnp.cos(ANGLES), jnp.sin(ANGLES), 1 + normal(1, 16), normal(2, 16)],
+        [P("data"), P(), P(), P(), P()],
+        {"all-reduce"},
+    ),
+    "rotary_attention with norms": (
+        with_gradients(
+            lambda x, c, s, q, k: mgpu_ops.rotary_attention(x, c, s, heads=4, kv_heads=2, q_norm=q, k_norm=k), 0, 3, 4
+        ),
+        [normal(0, 4, 16, 8 * 16), jnp.cos(ANGLES), jnp.sin(ANGLES), 1 + normal(1, 16), normal(2, 16)],
+        [P("data"), P(), P(), P(), P()],
+        {"all-reduce"},
+    ),
     "rotary_attention": (
         with_gradients(lambda x, c, s: mgpu_ops.rotary_attention(x, c, s, heads=4, kv_heads=2, causal=True), 0),
         [normal(0, 4, 16, 8 * 16), jnp.cos(ANGLES), jnp.sin(ANGLES)],
