@@ -174,7 +174,7 @@ def rotary_qkv(
         0 or not finite, an unknown backend, a config that cannot run.
       TypeError: not arrays of floats.
 
-    Source: Su et al., arXiv:2104.09864; norms: Henry et al., arXiv:2010.04245; measurements in docs/ops/rotary_qkv.md.
+    Source: Su et al., arXiv:2104.09864; norms of heads: Qwen3, arXiv:2505.09388; measurements in docs/ops/rotary_qkv.md.
     """
     call = RotaryCall.of(heads, kv_heads, config, backend)
     rows, cos, sin = call.checked("rotary_qkv", qkv, cos, sin)
