@@ -62,7 +62,6 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
     }
     if p.normalised:
         scratch["norm"] = {
-            "weights": tuple(plgpu.SMEM((2 * at_once, half), jnp.float32) for _ in range(2)),
             "weights_full": plgpu.Barrier(num_arrivals=4 * at_once),
             "before": tuple(plgpu.SMEM((c.stages, p.rotated, half), dtype) for _ in range(2 * sums)),
         }
@@ -125,7 +124,6 @@ class _Norm:
     problem: Problem
     joined: tuple[Any, ...]
     arrays: tuple[Any, ...]
-    weights: tuple[Any, ...]
     weights_full: Any
     before: tuple[Any, ...]
 
@@ -135,16 +133,24 @@ class _Norm:
             for number, half in enumerate(self.before):
                 yield ref.at[row, pl.ds(0, self.problem.rotated), number], half.at[stage]
 
-    def load(self) -> Held:
-        """Epsilon and the weights."""
-        at_once = heads_at_once(self.problem)
-        for number, half in enumerate(self.weights):
-            for head in range(2 * at_once):
-                engine.copy_gmem_to_smem(self.arrays[head // at_once].at[number], half.at[head], self.weights_full)
+    def load(self, turns: tuple[Any, ...]) -> Held:
+        """Epsilon and the weights, by way of the last two stages of cosines and sines, which are not loaded yet."""
+        p, at_once, (q_norm, k_norm, epsilon) = self.problem, heads_at_once(self.problem), self.arrays
+        places = [[turn.at[turn.shape[0] - back] for turn in turns] for back in (2, 1)]
+        for weight, halves in zip((q_norm, k_norm), places, strict=True):
+            for number, half in enumerate(halves):
+                for head in range(at_once):
+                    engine.copy_gmem_to_smem(weight.at[number], half.at[head], self.weights_full)
         plgpu.barrier_wait(self.weights_full)
-        left, right = self.weights
-        of = lambda half, kind: _read(self.problem, half.at[pl.ds(kind, at_once)])  # noqa: E731
-        return self.arrays[2][0], {kind: (of(left, kind), of(right, kind)) for kind in _kinds(self.problem)}
+        of_q, of_k = ([_read(p, half) for half in halves] for halves in places)
+        plgpu.commit_smem()  # TMA writes there once all have read
+
+        def of(kind: int) -> Halves:
+            is_q = lax.broadcasted_iota(jnp.int32, of_q[0].shape, 0) < at_once - kind
+            left, right = (jnp.where(is_q, q, k) for q, k in zip(of_q, of_k, strict=True))
+            return left, right
+
+        return epsilon[0], {kind: of(kind) for kind in _kinds(p)}
 
     def _factor(self, left: jax.Array, right: jax.Array, epsilon: jax.Array) -> jax.Array:
         """1 / sqrt(mean of x^2 + epsilon) of each head, in all its places."""
@@ -233,7 +239,7 @@ class _Rows:
 
         for i in range(ahead):
             pl.when(i < count)(functools.partial(self._load, jnp.int32(i)))
-        held = self.norm.load() if self.norm else None
+        held = self.norm.load(self.turns) if self.norm else None
 
         def step(i: jax.Array, totals: dict[int, Halves]) -> dict[int, Halves]:
             # Into the stage of the row before the last one, whose stores have had a row's time to read it.

@@ -159,8 +159,6 @@ def smem_bytes(problem: Problem, config: Config) -> int:
     buffers: list[Buffer] = [((c.stages, sum(p.parts), half), itemsize_of(p.dtype))] * 2
     if p.normalised and p.gradient:
         buffers += [((c.stages, p.rotated, half), itemsize_of(p.dtype))] * 2
-    if p.normalised:
-        buffers += [((2 * at_once, half), 4)] * 2
     return block_bytes([*buffers, *[((c.stages, at_once, half), 4)] * 2], c.stages + p.normalised)
 
 
