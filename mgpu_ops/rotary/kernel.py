@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,8 @@ from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.row_norm import factor_of_squares, sums_of_rows
 from mgpu_ops.rotary.problem import Config, Problem, heads_at_once
+
+_TOGETHER = 2  # groups of heads that are normalised before any is stored: a store waits for all threads, sums for some
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
@@ -216,20 +219,29 @@ class _Rows:
         p, at_once, totals = self.problem, heads_at_once(self.problem), dict(totals)
         cos, sin = (_read(p, turn.at[stage]) for turn in self.turns)
         sin = -sin if p.gradient else sin
-        for head in range(0, p.rotated, at_once):  # those of v stay as they are
-            of_left, of_right = (half.at[stage, pl.ds(head, at_once)] for half in self.halves)
-            left, right = _read(p, of_left), _read(p, of_right)
-            if self.norm and held and not p.gradient:
-                left, right = self.norm.apply(left, right, head, held)
-            if self.norm and held and p.gradient:
-                kind, back = _kind(p, head), (left * cos - right * sin, right * cos + left * sin)
-                (left, right), parts = self.norm.pull(back, stage, head, held)
-                totals[kind] = totals[kind][0] + parts[0], totals[kind][1] + parts[1]
-                of_left[...] = left.astype(of_left.dtype)
-                of_right[...] = right.astype(of_right.dtype)
-            else:
+        groups = range(0, p.rotated, at_once)  # those of v stay as they are
+        places = {head: [half.at[stage, pl.ds(head, at_once)] for half in self.halves] for head in groups}
+        if not (self.norm and held):
+            for of_left, of_right in places.values():
+                left, right = _read(p, of_left), _read(p, of_right)
                 of_left[...] = (left * cos - right * sin).astype(of_left.dtype)
                 of_right[...] = (right * cos + left * sin).astype(of_right.dtype)
+            return totals
+        for some in itertools.batched(groups, _TOGETHER):
+            found: list[Halves] = []
+            for head in some:
+                left, right = (_read(p, half) for half in places[head])
+                if not p.gradient:
+                    left, right = self.norm.apply(left, right, head, held)
+                left, right = left * cos - right * sin, right * cos + left * sin
+                if p.gradient:
+                    kind = _kind(p, head)
+                    (left, right), parts = self.norm.pull((left, right), stage, head, held)
+                    totals[kind] = totals[kind][0] + parts[0], totals[kind][1] + parts[1]
+                found.append((left, right))
+            for head, halves in zip(some, found, strict=True):
+                for place, values in zip(places[head], halves, strict=True):
+                    place[...] = values.astype(place.dtype)
         return totals
 
     def run(self) -> list[Halves]:
