@@ -93,6 +93,36 @@ def test_other_heads_take_the_kernels_of_both_ops(assert_near):
         assert_near(y, z, 3e-2)
 
 
+@pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=thorough.only_in_all)])
+def test_norms_are_those_of_rotary_qkv(backend, assert_near):
+    """With all their gradients, and for a scale below 0, which turns q around."""
+    qkv, turned, weights = normal(0, 2, 40, 10 * 64, dtype=BF16), turns(40, 64), [1 + normal(i, 64) / 3 for i in (1, 2)]
+    heads = {"heads": 6, "kv_heads": 2}
+
+    def options(q_norm: jax.Array, k_norm: jax.Array) -> dict[str, Any]:
+        return {**heads, "q_norm": q_norm, "k_norm": k_norm, "epsilon": 0.1, "backend": backend}
+
+    def attend(qkv: jax.Array, *norms: jax.Array) -> jax.Array:
+        return rotary_attention(qkv, *turned, **options(*norms), causal=True, scale=-0.1)
+
+    def both(qkv: jax.Array, *norms: jax.Array) -> jax.Array:
+        q, k, v = rotary_qkv(qkv, *turned, **options(*norms))
+        return flash_attention(q, k, v, causal=True, scale=-0.1, backend=backend)
+
+    def loss(f: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda *x: (f(*x).astype(F32) ** 2).sum(), argnums=(0, 1, 2)))
+
+    for y, z in zip(*(jax.tree.leaves(loss(f)(qkv, *weights)) for f in (attend, both)), strict=True):
+        assert (y.dtype, y.shape) == (z.dtype, z.shape)
+        assert np.abs(np.asarray(y, np.float32)).max() > 0
+        assert_near(y, z, 1e-2)
+
+
+def test_a_sequence_without_a_batch_may_have_norms():
+    qkv, turned, w = normal(0, 9, 8 * 64), turns(9, 64), jnp.ones(64)
+    assert rotary_attention(qkv, *turned, heads=4, kv_heads=2, q_norm=w, k_norm=w).shape == (9, 4, 64)
+
+
 def test_a_step_captures_the_problems_of_both_ops():
     qkv, turned = jax.ShapeDtypeStruct((1, 8192, 6144), BF16), turns(8192)
     attend = functools.partial(rotary_attention, heads=32, kv_heads=8, causal=True)
@@ -150,6 +180,9 @@ def test_gradient_through_shard_map_over_sequences(assert_near):
         (np.ones((9, 1024), BF16), {"heads": 3, "kv_heads": 2}, "width is 7"),
         (np.ones((9, 1024), BF16), {"window": (-2, 0)}, "window"),
         (np.ones((9, 1024), BF16), {"backend": "cuda"}, "backend='cuda' is not one of"),
+        (np.ones((9, 1024), BF16), {"k_norm": np.ones(128)}, "q_norm is None: pass q_norm and k_norm"),
+        (np.ones((9, 1024), BF16), {"q_norm": np.ones(64), "k_norm": np.ones(64)}, r"q_norm has shape \(64,\)"),
+        (np.ones((9, 1024), BF16), {"epsilon": -1}, "epsilon=-1 must be a finite number of at least 0"),
     ],
 )
 def test_error_names_the_value_the_rule_and_the_way_out(qkv, options, message):
