@@ -82,6 +82,13 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
     "rotary_qkv": lambda **b: gradients(
         lambda x: jnp.concatenate(mgpu_ops.rotary_qkv(x, TURNS, TURNS, heads=2, kv_heads=2, **b), 1), draw(64, 384)
     ),
+    "rotary_qkv with norms": lambda **b: gradients(
+        lambda x, w: jnp.concatenate(
+            mgpu_ops.rotary_qkv(x, TURNS, TURNS, heads=2, kv_heads=2, q_norm=w[0], k_norm=w[1], **b), 1
+        ),
+        draw(64, 384),
+        draw(2, 64),
+    ),
     "rotary_attention": lambda **b: gradients(
         lambda x: mgpu_ops.rotary_attention(x, *2 * [np.ones((64, 64))], heads=2, kv_heads=2, backward_config=NEXT, **b),
         draw(64, 768),
