@@ -58,13 +58,13 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
                 outs[-1][lax.axis_index("block"), kind, number] = total
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
-    scratch: dict[str, Any] = {
+    buffers: dict[str, Any] = {
         "halves": tuple(plgpu.SMEM((c.stages, sum(p.parts), half), dtype) for _ in range(2)),
         "turns": tuple(plgpu.SMEM((c.stages, at_once, half), jnp.float32) for _ in range(2)),
         "full": plgpu.Barrier(num_arrivals=2 * p.by_row + 2 * at_once, num_barriers=c.stages),
     }
     if p.normalised:
-        scratch["norm"] = {
+        buffers["norm"] = {
             "weights_full": plgpu.Barrier(num_arrivals=4 * at_once),
             "before": tuple(plgpu.SMEM((c.stages, p.rotated, half), dtype) for _ in range(2 * sums)),
         }
@@ -78,7 +78,7 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
             interpret=interpret,
         ),
         out_type=(joined, parts) if sums else joined if p.gradient else apart,
-        scratch_types=scratch,
+        scratch_types=buffers,
     )
     weights = [w.reshape(2, half) for w in norms[:2]]
     found = run(*(a.reshape(p.rows, -1, 2, half) for a in given), *turned, *weights, *norms[2:])
@@ -119,9 +119,8 @@ class _Norm:
     """The norms of q and k in a block.
 
     joined: of a gradient, the array that was normalised, as `_Rows` has joined ones. arrays: both weights [2, head_dim / 2]
-    and epsilon. weights: their halves, once for each of the heads that are rotated at once, first q's, then k's: a group of
-    which the last n heads are of k has the weights from the n-th on. before: of a gradient, the heads of q and k before the
-    norm.
+    and epsilon. weights_full: the weights are in shared memory. before: of a gradient, the halves of the heads of q and k
+    before the norm, [stages, heads, head_dim / 2] each.
     """
 
     problem: Problem
@@ -180,8 +179,8 @@ class _Norm:
 class _Rows:
     """The rows of a block. given, outs: the joined array, or its three parts, [rows, heads, 2, head_dim / 2] each.
 
-    turned: cosines and sines. halves: of all heads, [stages, heads, head_dim / 2] each. turns: cosines and sines of a row, once
-    for each of the heads that are rotated at once.
+    turned: cosines and sines. norm: of q and k, if there is one. halves: of all heads, [stages, heads, head_dim / 2] each.
+    turns: cosines and sines of a row, once for each of the heads that are rotated at once.
     """
 
     problem: Problem
