@@ -198,17 +198,23 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
     return found
 
 
-def _sorted(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """group_sizes, order and positions of `MoeDispatch`."""
-    experts = _numbers_of_experts(experts)
-    if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
-        raise ValueError(f"x{x.shape} and experts{experts.shape}: moe_dispatch takes [tokens, d] and [tokens, top_k]")
+def _checked_count(num_experts: Any) -> int:
+    """The number of experts as an int. Raises for what is none."""
     if isinstance(num_experts, bool) or not isinstance(num_experts, int | np.integer):
         raise TypeError(f"num_experts={num_experts!r} is no integer")
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts} is not at least 1")
     if num_experts >= integers.INT32.max:
         raise ValueError(f"num_experts={num_experts} must be below {integers.INT32.max}: an int32 numbers them")
+    return int(num_experts)
+
+
+def _sorted(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """group_sizes, order and positions of `MoeDispatch`."""
+    experts = _numbers_of_experts(experts)
+    if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
+        raise ValueError(f"x{x.shape} and experts{experts.shape}: moe_dispatch takes [tokens, d] and [tokens, top_k]")
+    num_experts = _checked_count(num_experts)
     integers.check_count("the rows of all experts, tokens times top_k,", experts.size)
     known = (experts >= 0) & (experts < num_experts)
     key = jnp.where(known, experts, num_experts).astype(jnp.int32).reshape(-1)
@@ -334,10 +340,9 @@ def moe_experts(
         raise ValueError(f"weights{weights.shape} and experts{np.shape(experts)} differ: both are [tokens, top_k]")
     if (num_experts is None) != (group_offset is None):
         raise ValueError(f"num_experts={num_experts} and group_offset={group_offset}: a share of the experts takes both")
-    if num_experts is not None and isinstance(num_experts, int | np.integer) and num_experts < w_gate.shape[0]:
-        raise ValueError(
-            f"num_experts={num_experts} is less than the {w_gate.shape[0]} experts of w_gate: it counts all experts"
-        )
+    count = None if num_experts is None else _checked_count(num_experts)
+    if count is not None and count < w_gate.shape[0]:
+        raise ValueError(f"num_experts={count} is less than the {w_gate.shape[0]} experts of w_gate: it counts all experts")
     if w_up.shape != w_gate.shape:
         raise ValueError(f"w_gate{w_gate.shape} and w_up{w_up.shape} differ: both are [experts, d, hidden]")
     if w_down.shape != (w_gate.shape[0], w_gate.shape[2], x.shape[-1]):
@@ -351,7 +356,7 @@ def moe_experts(
 
     def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
         matrices, offset = rest[:3], next(iter(rest[3:]), None)
-        sizes, order, positions = _sorted(x, experts, w_gate.shape[0] if num_experts is None else num_experts)
+        sizes, order, positions = _sorted(x, experts, w_gate.shape[0] if count is None else count)
         sizes = checked_sizes("moe_experts", sizes, w_gate.shape[0], order.size, offset, "w_gate")
         return _layer(call, *mesh.same_mesh_axes(x, weights, *matrices, sizes, order, positions))
 
@@ -360,8 +365,8 @@ def moe_experts(
         return partition.Rule("moe_experts", f"t D, t K, t K, {_MATRICES}{offset} -> t D")
 
     arrays = [x, weights, _numbers_of_experts(experts), w_gate, w_up, w_down]
-    if isinstance(num_experts, int | np.integer):  # `_sorted` refuses others
-        arrays.append(checked_offset(group_offset, int(num_experts), w_gate.shape[0], "w_gate"))
+    if count is not None:
+        arrays.append(checked_offset(group_offset, count, w_gate.shape[0], "w_gate"))
     found: jax.Array = partition.with_first(layer, rule, 3, *arrays)
     return found
 

@@ -157,9 +157,8 @@ def rotary_qkv(
       epsilon: of both norms, a Python number of at least 0.
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
-        machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and the
-        kernel ran for such a problem on a GPU (bfloat16, head_dim 128, 4096 rows and more) or was measured to be faster,
-        otherwise "xla": so far for all with norms.
+        machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and
+        XLA was not measured to be faster, otherwise "xla": so far for all with norms.
 
     Returns:
       q [..., tokens, heads, head_dim], k and v [..., tokens, kv_heads, head_dim], of qkv's dtype, computed in float32 and
