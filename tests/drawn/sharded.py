@@ -351,6 +351,7 @@ def main() -> int:
     while time.monotonic() < end and (todo is None or todo):
         if todo is not None:
             seed = todo.pop(0)
+        print(f"seed {seed}", end="\r", file=sys.stderr, flush=True)  # the last word where XLA's partitioner aborts the process
         kind, what = run(seed)
         counts[kind] += 1
         if kind not in ("ok", "refused") or options.only:
