@@ -86,22 +86,9 @@ class RotaryCall:
     def with_norms(
         self, op: str, head_dim: int, q_norm: ArrayLike | None, k_norm: ArrayLike | None, epsilon: float
     ) -> tuple[RotaryCall, list[jax.Array]]:
-        """The call with the norms of q and k, and their weights as float32; itself and none without.
-
-        Raises for one weight alone, for weights that do not fit a head, and for what is no epsilon.
-        """
-        number = checked_epsilon("epsilon", epsilon)
-        given = {"q_norm": q_norm, "k_norm": k_norm}
-        missing = [name for name, weight in given.items() if weight is None]
-        if len(missing) == 2:
-            return self, []
-        if missing:
-            raise ValueError(f"{missing[0]} is None: pass q_norm and k_norm, weights [head_dim] of both, or neither")
-        weights = {name: floats.array(op, name, weight) for name, weight in given.items() if weight is not None}
-        for name, weight in weights.items():
-            if weight.shape != (head_dim,):
-                raise ValueError(f"{name} has shape {weight.shape}: it is a weight of each number of a head, [{head_dim}]")
-        return dataclasses.replace(self, epsilon=number), [weight.astype(np.float32) for weight in weights.values()]
+        """The call with the norms of q and k, and their weights as float32; itself and none without. See `checked_norms`."""
+        weights, number = checked_norms(op, head_dim, q_norm, k_norm, epsilon)
+        return (dataclasses.replace(self, epsilon=number) if weights else self), weights
 
     def backward(self) -> RotaryCall:
         """The call of the gradient."""
@@ -127,6 +114,27 @@ class RotaryCall:
         of q, k, v, what was joined before the norm, cosines, sines and weights.
         """
         return _batchable(self)(*arrays)
+
+
+def checked_norms(
+    op: str, head_dim: int, q_norm: ArrayLike | None, k_norm: ArrayLike | None, epsilon: float
+) -> tuple[list[jax.Array], float]:
+    """The weights of the norms of q and k as float32, none without norms; and epsilon.
+
+    Raises for one weight alone, for weights that do not fit a head, and for what is no epsilon, without weights too.
+    """
+    number = checked_epsilon("epsilon", epsilon)
+    given = {"q_norm": q_norm, "k_norm": k_norm}
+    missing = [name for name, weight in given.items() if weight is None]
+    if len(missing) == 2:
+        return [], number
+    if missing:
+        raise ValueError(f"{missing[0]} is None: pass q_norm and k_norm, weights [head_dim] of both, or neither")
+    weights = {name: floats.array(op, name, weight) for name, weight in given.items() if weight is not None}
+    for name, weight in weights.items():
+        if weight.shape != (head_dim,):
+            raise ValueError(f"{name} has shape {weight.shape}: it is a weight of each number of a head, [{head_dim}]")
+    return [weight.astype(np.float32) for weight in weights.values()], number
 
 
 def rotary_qkv(
@@ -330,4 +338,15 @@ SPEC = OpSpec(
     unmeasured=unmeasured,
 )
 
-__all__ = ["SPEC", "Config", "Problem", "RotaryCall", "default", "launch", "reference", "rotary_qkv", "smem_bytes"]
+__all__ = [
+    "SPEC",
+    "Config",
+    "Problem",
+    "RotaryCall",
+    "checked_norms",
+    "default",
+    "launch",
+    "reference",
+    "rotary_qkv",
+    "smem_bytes",
+]
