@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
@@ -21,17 +22,27 @@ from mgpu_ops.core import limits, mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.rms_rows import checked_norm, divided, supports_rows
-from mgpu_ops.rotary import Problem
+from mgpu_ops.rotary import Problem, checked_norms
 from mgpu_ops.rotary import reference as rotary_reference
+from mgpu_ops.rotary.problem import HEAD_DIMS
 
 _THREADS = 128  # of a warpgroup, each of which rotates as many pairs
 _BOX = 256  # a TMA copy's largest side
+_NORMALISED = limits.WARPGROUP // limits.WARP  # heads at once: a head lies within a warp
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
+    """The arguments of a call other than its arrays. of_rows, of_heads: norms that there are."""
+
     backend: dispatch.Backend | None
-    normalised: bool
+    of_rows: bool
+    of_heads: bool
+
+    def apart[T](self, arrays: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+        """What every call takes; rows and epsilon [1], if any; weights of heads and epsilon [1], if any."""
+        end = 6 + 2 * self.of_rows
+        return arrays[:6], arrays[6:end], arrays[end:]
 
 
 def rotary_into_cache(
@@ -44,12 +55,17 @@ def rotary_into_cache(
     *,
     rms_rows: ArrayLike | None = None,
     rms_epsilon: float = 1e-6,
+    q_norm: ArrayLike | None = None,
+    k_norm: ArrayLike | None = None,
+    epsilon: float = 1e-6,
     backend: dispatch.Backend | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates the queries and keys of one new token for each sequence, and writes its keys and values to the cache.
 
     A head of q or k with halves x1 and x2 becomes (x1 cos - x2 sin, x2 cos + x1 sin), in float32, rounded once; values are
-    copied. In a jitted function that donates the cache it is written in place: XLA takes three kernels or more, this is one.
+    copied. With norms of heads, a head x of q is first x q_norm / sqrt(mean of x^2 + epsilon), and one of k likewise with
+    k_norm: the keys in the cache are normalised and rotated. In a jitted function that donates the cache it is written in
+    place: XLA takes three kernels or more, this is one.
 
     Args:
       qkv: [batch, (q_heads + 2 kv_heads) head_dim]: the heads of the queries, then of the keys, then of the values.
@@ -60,9 +76,13 @@ def rotary_into_cache(
         rms_epsilon): an RMS norm in front of the product that qkv is of, qkv = rms_rows @ w, with the norm's weight as a
         factor of w's rows.
       rms_epsilon: a number of at least 0.
+      q_norm, k_norm: weights [head_dim] of an RMS norm of each head of q and of k, used as float32; None for no norm. With
+        rms_rows, heads are normalised after the division.
+      epsilon: of both norms of heads, a Python number of at least 0.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
         machine, slow), "xla". Default: $MGPU_OPS_BACKEND, else the kernel where it runs: 16-bit floats, a head_dim that is a
-        multiple of 64 up to 512, and kv_heads that divide q_heads, with kv_heads head_dim a multiple of 256.
+        multiple of 64 up to 512, and kv_heads that divide q_heads, with kv_heads head_dim a multiple of 256. With norms of
+        heads, so far XLA: "mosaic" takes a head_dim of 64, 128 or 256 and kv_heads that are a multiple of 4.
 
     Returns:
       q, [batch, 1, q_heads, head_dim], and both caches, as `flash_attention` takes them.
@@ -70,7 +90,8 @@ def rotary_into_cache(
     Works under jit, vmap and scan. There is no gradient.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit each other, an unknown backend, or one that cannot run the kernel.
+      ValueError: shapes or dtypes that do not fit each other, one of q_norm and k_norm alone, an epsilon below 0 or not
+        finite, an unknown backend, or one that cannot run the kernel.
       TypeError: not arrays of floats, positions that are no integers; a gradient.
     """
     names = ("qkv", "cos", "sin", "k_cache", "v_cache")
@@ -92,8 +113,10 @@ def rotary_into_cache(
         raise ValueError(f"positions has shape {where.shape}: it must be [batch] = {(batch,)}, or a scalar")
     where = integers.clipped(where, tokens - 1).reshape(-1)
     norm = checked_norm("rotary_into_cache", batch, rms_rows, rms_epsilon)
-    call = _Call(dispatch.requested_backend(backend), bool(norm))
-    arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *norm)
+    weights, number = checked_norms("rotary_into_cache", head_dim, q_norm, k_norm, epsilon)
+    of_heads = [*weights, jnp.full((1,), number, np.float32)] if weights else []
+    call = _Call(dispatch.requested_backend(backend), bool(norm), bool(of_heads))
+    arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *norm, *of_heads)
     q, k, v = _rotated(call, *arrays)
     return q, k, v
 
@@ -117,7 +140,7 @@ def _check(qkv: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of qkv, cos and sin [batch or 1, head_dim / 2], both caches, positions [batch or 1], and rows and epsilon [1], if any."""
+    """Of qkv, cos and sin [batch or 1, head_dim / 2], both caches, positions [batch or 1], and what norms take."""
     found: tuple[jax.Array, jax.Array, jax.Array] = _batchable(call)(*arrays)
     return found
 
@@ -142,17 +165,17 @@ def _batchable(call: _Call) -> Any:
     def rule(*arrays: jax.Array) -> partition.Rule:
         """Sequences are split."""
         turned, position = ("ONE" if x.shape[0] == 1 else "batch" for x in (arrays[1], arrays[5]))
-        cache, norm = "batch S KV D", ", batch K, ONE" * call.normalised
-        operands = f"batch JOINED, {turned} HALF, {turned} HALF, {cache}, {cache}, {position}{norm}"
+        cache, norms = "batch S KV D", ", batch K, ONE" * call.of_rows + ", D, D, ONE" * call.of_heads
+        operands = f"batch JOINED, {turned} HALF, {turned} HALF, {cache}, {cache}, {position}{norms}"
         return partition.Rule("rotary_into_cache", f"{operands} -> batch T H D, {cache}, {cache}")
 
     rotate = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.backend))
 
     @rotate.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        if not size:
+        if not size or any(call.apart(batched)[2]):  # a launch takes one weight of each norm
             return one_after_the_other(rotate, batched, arrays), (True,) * 3
-        own, epsilon = arrays[: 6 + call.normalised], arrays[7:]
+        own, others = arrays[: 6 + call.of_rows], arrays[6 + call.of_rows :]
 
         batch = arrays[0].shape[1 if batched[0] else 0]
 
@@ -163,30 +186,38 @@ def _batchable(call: _Call) -> Any:
             return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(-1, *x.shape[2:])
 
         folded = [fold(x, mapped) for x, mapped in zip(own, batched[: len(own)], strict=True)]
-        out = rotate(*folded, *epsilon)
+        out = rotate(*folded, *others)
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in out), (True,) * 3
 
     return jax.jit(rotate)
 
 
 def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """On the backend that the call asks for; where it asks for none, the kernel where it can run."""
-    rows = arrays[6] if call.normalised else None
+    """On the backend that the call asks for; where it asks for none, the kernel where it can run and has run before."""
+    always, of_rows, of_heads = call.apart(arrays)
+    rows = of_rows[0] if of_rows else None
+    unproven = _unproven(call) if call.backend is None else None
     choice = dispatch.choose_for(
         "rotary_into_cache",
         f"of k_cache{arrays[3].shape}",
-        lambda device: supports(arrays[0], arrays[3], rows, device),
+        lambda device: supports(arrays[0], arrays[3], rows, call.of_heads, device) or unproven,
         call.backend,
     )
     if choice.device is None:
-        return reference(*arrays)
+        return reference(*always, of_rows=of_rows, of_heads=of_heads)
     from mgpu_ops.rotary import into_cache_kernel  # it imports Pallas
 
-    return into_cache_kernel.launch(*arrays, interpret=choice.backend == "interpret")
+    return into_cache_kernel.launch(*always, of_rows=of_rows, of_heads=of_heads, interpret=choice.backend == "interpret")
 
 
-def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, gpu: gpus.Gpu) -> str | None:
-    """Why the kernel cannot run on `gpu`, or None."""
+def _unproven(call: _Call) -> str | None:
+    """Why XLA runs a call that the kernel could, until the kernel has run on a GPU; or None."""
+    reason = "the kernel that also normalises heads has not run on a GPU yet: backend='mosaic' runs it"
+    return reason if call.of_heads else None
+
+
+def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: bool, gpu: gpus.Gpu) -> str | None:
+    """Why the kernel cannot run on `gpu`, or None. of_heads: with norms of heads."""
     _, tokens, kv_heads, head_dim = k.shape
     if reason := limits.supports_dtypes(qkv.dtype.name, qkv.dtype.name, gpu):
         return reason
@@ -199,20 +230,38 @@ def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, gpu: gpus.Gpu
         return reason
     if kv_heads * head_dim % (2 * _THREADS):
         return f"kv_heads * head_dim = {kv_heads * head_dim} is no multiple of {2 * _THREADS}"
+    if of_heads and (head_dim not in HEAD_DIMS or kv_heads % _NORMALISED):
+        dims = ", ".join(map(str, HEAD_DIMS))
+        return (
+            f"heads are normalised for a head_dim of {dims} and kv_heads that are a multiple of {_NORMALISED}, and these are "
+            f"{head_dim} and {kv_heads}"
+        )
     if kv_heads * head_dim * 10 > gpu.smem_per_block // 2 or max(qkv.size, tokens) >= 2**31:
         return f"k_cache{k.shape} has too large heads, or too many tokens"
     return None
 
 
 def reference(
-    qkv: jax.Array, cos: jax.Array, sin: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *norm: jax.Array
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *,
+    of_rows: Sequence[jax.Array] = (),
+    of_heads: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
     """The same through XLA."""
-    qkv = divided(qkv, *norm) if norm else qkv
+    dtype = qkv.dtype
+    if of_heads and of_rows:  # rounded once, after both norms
+        qkv = qkv.astype(np.promote_types(dtype, np.float32))
+    qkv = divided(qkv, *of_rows) if of_rows else qkv
     batch, tokens, kv_heads, head_dim = k.shape
     rows, positions = qkv.reshape(batch, -1, head_dim), jnp.clip(positions, 0, tokens - 1)
-    problem = Problem(batch, cos.shape[0], rows.shape[1] - 2 * kv_heads, kv_heads, head_dim, qkv.dtype.name)
-    q, *new = (x[:, None] for x in rotary_reference(problem, rows, cos, sin))
+    heads, normalised = rows.shape[1] - 2 * kv_heads, bool(of_heads)
+    problem = Problem(batch, cos.shape[0], heads, kv_heads, head_dim, dtype.name, normalised=normalised)
+    q, *new = (x[:, None].astype(dtype) for x in rotary_reference(problem, rows, cos, sin, *of_heads))
     if positions.shape[0] == 1:
         write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=positions[0], axis=1)
         return q, write(k, new[0]), write(v, new[1])

@@ -2,10 +2,14 @@
 
 TMA loads the halves of the heads apart, so that both lie alike in registers, and stores each where it belongs: to the queries,
 or to the row of the cache that the sequence's position names. A block finds the norm of its row by itself.
+
+With norms of heads, four heads at once are normalised, one by each warp, whose threads exchange their sums of squares. Weights
+come with the halves, from where they are: had XLA to lay them out first, that would take a kernel in front of this one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
-from mgpu_ops.core.row_norm import row_factor
+from mgpu_ops.core.limits import WARP, WARPGROUP
+from mgpu_ops.core.row_norm import factor_of_squares, row_factor, sums_of_rows
+
+_AT_ONCE = WARPGROUP // WARP  # heads that are normalised
 
 
 def launch(
@@ -25,10 +32,15 @@ def launch(
     k: jax.Array,
     v: jax.Array,
     positions: jax.Array,
-    *norm: jax.Array,
+    *,
+    of_rows: Sequence[jax.Array] = (),
+    of_heads: Sequence[jax.Array] = (),
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernel; the caches are written in place where XLA can give them up. norm: rows and epsilon, or nothing."""
+    """Runs the kernel; the caches are written in place where XLA can give them up.
+
+    of_rows: rows and epsilon [1], or nothing. of_heads: weights [head_dim] of the norms of q and k and epsilon [1], or nothing.
+    """
     batch, tokens, kv_heads, head_dim = k.shape
     half, heads = head_dim // 2, qkv.shape[1] // head_dim - 2 * kv_heads
     groups = heads // kv_heads + 2  # of queries, and one of keys and of values
@@ -36,18 +48,28 @@ def launch(
     angles = jnp.stack(jnp.broadcast_arrays(cos, sin), 1)
     angles = jnp.broadcast_to(angles[:, :, None], (angles.shape[0], 2, kv_heads, half))
     caches = [jax.new_ref(cache.reshape(batch, tokens, kv_heads, 2, half)) for cache in (k, v)]
+    norms = [x.reshape(2, half) if x.shape == (head_dim,) else x for x in of_heads]
 
-    def body(x: Any, angles: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, turns: Any, full: Any) -> None:
+    def body(
+        x: Any, angles: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, turns: Any, full: Any, weights: Any = None
+    ) -> None:
         *norm, q = rest
+        norm, norms = norm[: len(of_rows)], norm[len(of_rows) :]
         row, group = lax.axis_index("row"), lax.axis_index("group")
         of_group = pl.ds(group * kv_heads, kv_heads)
         for i, smem in enumerate(halves):
             engine.copy_gmem_to_smem(x.at[row, of_group, i], smem, full)
         engine.copy_gmem_to_smem(angles.at[_of(angles, row)], turns, full)
+        if norms:
+            pl.when(group < groups - 2)(lambda: _load(norms[0], weights, full))
+            pl.when(group >= groups - 2)(lambda: _load(norms[1], weights, full))  # values leave it, but wait for as many copies
         factor = row_factor(norm[0].at[row], norm[1][0]) if norm else None
         at = jnp.clip(positions[_of(positions, row)], 0, tokens - 1)
         plgpu.barrier_wait(full)
-        _rotate(halves, turns, factor, group < groups - 1)
+        if norms:
+            _normalise_and_rotate(halves, turns, factor, weights, norms[2][0], group < groups - 1)
+        else:
+            _rotate(halves, turns, factor, group < groups - 1)
         plgpu.commit_smem()  # TMA sees what was written
         _store(halves, q.at[row, of_group], group < groups - 2)
         _store(halves, k.at[row, at], group == groups - 2)
@@ -57,15 +79,20 @@ def launch(
     q = engine.kernel(
         body,
         engine.Launch(
-            "mgpu_ops_rotary_into_cache", {"row": batch, "group": groups}, warpgroups=1, approx_math=True, interpret=interpret
+            f"mgpu_ops_rotary{'_normalised' * bool(norms)}_into_cache",
+            {"row": batch, "group": groups},
+            warpgroups=1,
+            approx_math=True,
+            interpret=interpret,
         ),
         out_type=jax.ShapeDtypeStruct((batch, heads, 2, half), qkv.dtype),
         scratch_types={
             "halves": tuple(plgpu.SMEM((kv_heads, half), qkv.dtype) for _ in range(2)),
             "turns": plgpu.SMEM((2, kv_heads, half), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=3),
+            "full": plgpu.Barrier(num_arrivals=3 + (2 * _AT_ONCE if norms else 0)),
+            **({"weights": plgpu.SMEM((2, _AT_ONCE, half), jnp.float32)} if norms else {}),
         },
-    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *norm)
+    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *of_rows, *norms)
     return q.reshape(batch, 1, heads, head_dim), *(jax.freeze(cache).reshape(k.shape) for cache in caches)
 
 
@@ -82,6 +109,48 @@ def _rotate(halves: tuple[Any, Any], turns: Any, factor: jax.Array | None, here:
         c, s = (turns[i] for i in range(2))
         halves[0][...] = (left * c - right * s).astype(dtype)
         halves[1][...] = (right * c + left * s).astype(dtype)
+
+
+def _load(weight: Any, smem: Any, full: Any) -> None:
+    """Both halves of a weight [2, half], once for each of the heads that are normalised at once."""
+    for number in range(2):
+        for head in range(_AT_ONCE):
+            engine.copy_gmem_to_smem(weight.at[number], smem.at[number, head], full)
+
+
+def _normalise_and_rotate(
+    halves: tuple[Any, Any], turns: Any, factor: jax.Array | None, weights: Any, epsilon: jax.Array, here: jax.Array
+) -> None:
+    """As `_rotate`; before they are turned, heads are divided by their root mean square and multiplied by their weight."""
+    (heads, half), dtype = halves[0].shape, halves[0].dtype
+    layout = plgpu.Layout.WG_STRIDED((_AT_ONCE, half), half // WARP)  # a head for each warp
+
+    def read(ref: Any) -> jax.Array:
+        values: jax.Array = plgpu.load(ref, layout=layout, optimized=False)
+        return values.astype(jnp.float32)
+
+    @pl.when(here)
+    def _() -> None:
+        of_left, of_right = (read(weights.at[i]) for i in range(2))
+        c, s = (read(turns.at[i, pl.ds(0, _AT_ONCE)]) for i in range(2))  # the same for all heads
+        turned = []
+        for head in range(0, heads, _AT_ONCE):
+            left, right = (read(smem.at[pl.ds(head, _AT_ONCE)]) for smem in halves)
+            if factor is not None:
+                left, right = left * factor, right * factor
+            own = factor_of_squares(sums_of_rows(left * left + right * right), 2 * half, epsilon)
+            left, right = left * own * of_left, right * own * of_right
+            turned.append((left * c - right * s, right * c + left * s))
+        for number, both in enumerate(turned):  # after all sums: a store waits for all threads
+            for smem, values in zip(halves, both, strict=True):
+                smem[pl.ds(number * _AT_ONCE, _AT_ONCE)] = values.astype(dtype)
+
+    if factor is not None:
+
+        @pl.when(jnp.logical_not(here))
+        def _() -> None:
+            for smem in halves:
+                smem[...] = (smem[...].astype(jnp.float32) * factor).astype(dtype)
 
 
 def _store(halves: tuple[Any, Any], out: Any, here: jax.Array) -> None:
