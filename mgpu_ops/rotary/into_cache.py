@@ -231,11 +231,8 @@ def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: boo
     if kv_heads * head_dim % (2 * _THREADS):
         return f"kv_heads * head_dim = {kv_heads * head_dim} is no multiple of {2 * _THREADS}"
     if of_heads and (head_dim not in HEAD_DIMS or kv_heads % _NORMALISED):
-        dims = ", ".join(map(str, HEAD_DIMS))
-        return (
-            f"heads are normalised for a head_dim of {dims} and kv_heads that are a multiple of {_NORMALISED}, and these are "
-            f"{head_dim} and {kv_heads}"
-        )
+        takes = f"kv_heads that are a multiple of {_NORMALISED} and a head_dim of {', '.join(map(str, HEAD_DIMS))}"
+        return f"kv_heads={kv_heads} and head_dim={head_dim}: norms of heads take {takes}, or backend='xla'"
     if kv_heads * head_dim * 10 > gpu.smem_per_block // 2 or max(qkv.size, tokens) >= 2**31:
         return f"k_cache{k.shape} has too large heads, or too many tokens"
     return None

@@ -48,7 +48,7 @@ def launch(
     angles = jnp.stack(jnp.broadcast_arrays(cos, sin), 1)
     angles = jnp.broadcast_to(angles[:, :, None], (angles.shape[0], 2, kv_heads, half))
     caches = [jax.new_ref(cache.reshape(batch, tokens, kv_heads, 2, half)) for cache in (k, v)]
-    norms = [x.reshape(2, half) if x.shape == (head_dim,) else x for x in of_heads]
+    norms = [*(weight.reshape(2, half) for weight in of_heads[:2]), *of_heads[2:]]
 
     def body(
         x: Any, angles: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, turns: Any, full: Any, weights: Any = None

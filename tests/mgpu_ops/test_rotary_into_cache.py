@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops import rotary_into_cache
@@ -48,6 +49,30 @@ def written_out(qkv: Any, cos: Any, sin: Any, k: Any, v: Any, positions: Any) ->
     for b, at in enumerate(np.clip(np.broadcast_to(positions, (batch,)), 0, k.shape[1] - 1)):
         k[b, at], v[b, at] = turned[b, -2 * kv_heads : -kv_heads], heads[b, -kv_heads:]
     return [turned[:, None, : -2 * kv_heads], k, v]
+
+
+def norms(head_dim: int = 128, dtype: Any = F32) -> dict[str, Any]:
+    """Weights of the norms of q and k, which are different."""
+    q_norm, k_norm = 1 + 0.3 * normal(6, 2, head_dim)
+    return {"q_norm": q_norm.astype(dtype), "k_norm": 0.5 * k_norm.astype(dtype)}
+
+
+EPSILONS = {"epsilon": 0.1, "rms_epsilon": 0.5}  # which count
+
+
+def normalised(given: list[Any], q_norm: Any, k_norm: Any, rms_rows: Any = None) -> list[np.ndarray]:
+    """`written_out` of rows that are divided by the norm of `rms_rows`, whose heads of q and k are then normalised."""
+    rows, q_norm, k_norm = (np.array(x, np.float64) for x in (given[0], q_norm, k_norm))
+    batch, _, kv_heads, head_dim = given[3].shape
+    if rms_rows is not None:
+        rows /= np.sqrt(np.mean(np.array(rms_rows, np.float64) ** 2, -1, keepdims=True) + EPSILONS["rms_epsilon"])
+    heads = rows.reshape(batch, -1, head_dim)
+    of_q, of_k, of_v = np.split(heads, (-2 * kv_heads, -kv_heads), 1)
+    of_q, of_k = (
+        x / np.sqrt(np.mean(x**2, -1, keepdims=True) + EPSILONS["epsilon"]) * weight
+        for x, weight in ((of_q, q_norm), (of_k, k_norm))
+    )
+    return written_out(np.concatenate([of_q, of_k, of_v], 1).reshape(rows.shape), *given[1:])
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -103,10 +128,78 @@ def test_a_product_of_rows_is_divided_by_their_norm(backend, assert_near):
         assert_near(y[:, 0], z, 8e-3)
 
 
+OF_NORMS: dict[str, tuple[dict[str, Any], bool]] = {  # arrays, and whether their rows are divided before
+    "two groups of q": ({"q_heads": 8, "kv_heads": 4}, False),
+    "more heads than at once, float16": ({"q_heads": 8, "kv_heads": 8, "dtype": jnp.float16}, False),
+    "head dim 64, norms of rows": ({"q_heads": 8, "kv_heads": 8, "head_dim": 64}, True),
+    "head dim 256": ({"q_heads": 4, "kv_heads": 4, "head_dim": 256}, False),
+    "head dim 128, norms of rows": ({"q_heads": 16, "kv_heads": 8}, True),
+    "head dim 256, norms of rows": ({"q_heads": 8, "kv_heads": 4, "head_dim": 256}, True),
+}
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("case", thorough.cases(OF_NORMS, ["two groups of q", "head dim 128, norms of rows", "head dim 256"]))
+def test_heads_are_normalised_before_they_are_turned_and_rounded_once(case, backend, assert_near):
+    sizes, of_rows = OF_NORMS[case]
+    given, options = arrays(**sizes), norms(sizes.get("head_dim", 128), BF16)
+    if of_rows:
+        options["rms_rows"] = 3 * normal(5, 3, 384, dtype=BF16)
+    out = jax.jit(functools.partial(rotary_into_cache, backend=backend, **EPSILONS))(*given, **options)
+    for y, z in zip(out, normalised(given, **options), strict=True):
+        assert (y.shape, y.dtype) == (z.shape, given[0].dtype)
+        assert_near(y, z, 4e-3)
+    kept = np.array(given[3] == out[1]).all((2, 3))
+    assert kept.sum() == kept.size - len(kept)
+    assert backend == "xla" or not engine.races_found()
+
+
+def test_norms_leave_values_and_what_no_norm_is_asked_for_as_they_are():
+    given = arrays()
+    plain, with_norms = rotary_into_cache(*given), rotary_into_cache(*given, **norms())
+    np.testing.assert_array_equal(plain[2], with_norms[2])
+    for x, y in zip(rotary_into_cache(*given, epsilon=3.0), plain, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_vmap_maps_sequences_rows_and_weights_of_norms(assert_near):
+    given, weights, rows = arrays(), norms(), 3 * normal(5, 3, 384, dtype=BF16)
+
+    def one(xs: list[jax.Array], row: jax.Array, weights: dict[str, jax.Array]) -> Any:
+        return rotary_into_cache(*(x[None] for x in xs), rms_rows=row[None], **weights, **EPSILONS)
+
+    found = jax.vmap(one, (0, 0, None))(given, rows, weights)
+    for y, z in zip(found, normalised(given, **weights, rms_rows=rows), strict=True):
+        assert_near(y[:, 0], z, 4e-3)
+    each = {name: jnp.stack([w, -w, 2 * w]) for name, w in weights.items()}
+    found = jax.vmap(one)(given, rows, each)
+    for i, of_one in enumerate(zip(*found, strict=True)):
+        own, its = [x[i : i + 1] for x in given], {name: w[i] for name, w in each.items()}
+        for y, z in zip(of_one, normalised(own, **its, rms_rows=rows[i : i + 1]), strict=True):
+            assert_near(y, z, 4e-3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_over_devices_sequences_are_split_and_weights_of_norms_are_not(kind, assert_near):
+    given, options = arrays(batch=4), norms() | {"rms_rows": 3 * normal(5, 4, 384, dtype=BF16)}
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    split, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
+    placed = [jax.device_put(x, split) for x in given]
+    others = {name: jax.device_put(x, split if name == "rms_rows" else whole) for name, x in options.items()}
+    program = jax.jit(functools.partial(rotary_into_cache, **EPSILONS)).lower(*placed, **others).compile()
+    assert not [name for name in ("all-gather", "all-reduce", "all-to-all", "permute") if name in program.as_text()]
+    for y, z in zip(program(*placed, **others), normalised(given, **options), strict=True):
+        assert y.sharding.is_equivalent_to(split, y.ndim)
+        assert_near(y, z, 4e-3)
+
+
 def test_there_is_no_gradient_and_the_error_says_so():
     qkv, *others = arrays()
     with pytest.raises(TypeError, match="rotary_into_cache has no gradient: it is for decoding"):
         jax.grad(lambda x: rotary_into_cache(x, *others)[0].astype(F32).sum())(qkv)
+    k_norm = jnp.ones(128)
+    with pytest.raises(TypeError, match="rotary_into_cache has no gradient: it is for decoding"):
+        jax.grad(lambda w: rotary_into_cache(qkv, *others, q_norm=w, k_norm=k_norm)[0].astype(F32).sum())(k_norm)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +220,33 @@ def test_error_names_the_value_and_the_rule(changed, error, message):
         given[i] = x
     with pytest.raises(error, match=message):
         rotary_into_cache(*given)
+
+
+WEIGHT = np.ones(128, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"q_norm": WEIGHT}, ValueError, r"k_norm is None: pass q_norm and k_norm, weights \[head_dim\] of both, or neither"),
+        ({"q_norm": WEIGHT, "k_norm": WEIGHT[:64]}, ValueError, r"k_norm has shape \(64,\): .* of a head, \[128\]"),
+        (
+            {"q_norm": range(128), "k_norm": WEIGHT},
+            TypeError,
+            "q_norm has dtype int32: rotary_into_cache takes floats; cast it first",
+        ),
+        ({"epsilon": -1}, ValueError, "^epsilon=-1 must be a finite number of at least 0"),
+        ({"epsilon": "x"}, TypeError, "^epsilon='x' is no Python number"),
+        (
+            {"q_norm": WEIGHT, "k_norm": WEIGHT, "backend": "interpret"},
+            ValueError,
+            "kv_heads=2 and head_dim=128: norms of heads take kv_heads that are a multiple of 4 and a head_dim of 64, 128, 256",
+        ),
+    ],
+)
+def test_an_error_about_norms_names_the_value_and_the_rule(options, error, message):
+    with pytest.raises(error, match=message):
+        rotary_into_cache(*arrays(), **options)
 
 
 def test_a_mapped_axis_of_no_size_has_no_sequences():
@@ -158,6 +278,43 @@ def test_why_xla_runs_is_logged_once(caplog, monkeypatch):
     assert [record.getMessage() for record in caplog.records] == [f"rotary_into_cache runs through XLA: {reason}"]
 
 
+def test_with_norms_of_heads_xla_runs_until_the_kernel_has_and_the_log_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(dispatch, "_said", set())
+    given = arrays(kv_heads=4)
+    with caplog.at_level(logging.WARNING, "mgpu_ops"), gpu.target("h200"):
+        program = jax.make_jaxpr(lambda *x: rotary_into_cache(*x, **norms()))(*given)
+        ours = jax.make_jaxpr(lambda *x: rotary_into_cache(*x, **norms(), backend="mosaic"))(*given)
+    name = "mgpu_ops_rotary_normalised_into_cache"
+    assert (name in str(program), name in str(ours)) == (False, True)
+    reason = "the kernel that also normalises heads has not run on a GPU yet: backend='mosaic' runs it"
+    assert [record.getMessage() for record in caplog.records] == [f"rotary_into_cache runs through XLA: {reason}"]
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "width"),
+    [
+        (8, 128, 4096),
+        *(pytest.param(*sizes, marks=thorough.only_in_all) for sizes in ((8, 64, 0), (4, 256, 0), (44, 256, 4096))),
+    ],
+)
+def test_the_kernel_with_norms_spills_nothing_and_takes_weights_as_they_are(kv_heads, head_dim, width):
+    shapes = jax.eval_shape(functools.partial(arrays, 16, 512, 2 * kv_heads, kv_heads, head_dim))
+    weight, rows = jax.ShapeDtypeStruct((head_dim,), F32), [jax.ShapeDtypeStruct((16, width), BF16)] if width else []
+
+    def step(*xs: Any) -> Any:
+        *xs, q_norm, k_norm = xs
+        return rotary_into_cache(*xs[:6], rms_rows=xs[6] if width else None, q_norm=q_norm, k_norm=k_norm, backend="mosaic")
+
+    (kernel,) = aot.compile_for(H200, step, *shapes, *rows, weight, weight).kernels
+    assert (kernel.spill_stores, kernel.spill_loads) == (0, 0)
+    context, place = aot.elsewhere(H200)
+    with context:
+        compiled = jax.jit(step, donate_argnums=(3, 4)).lower(*place((*shapes, *rows, weight, weight))).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < shapes[3].size  # no copy of a cache
+    assert compiled.as_text().count(" fusion(") == 1  # cosines and sines, as without norms
+
+
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 def test_one_kernel_writes_a_donated_cache_in_place():
     shapes = jax.eval_shape(functools.partial(arrays, batch=16, tokens=512, q_heads=32, kv_heads=8))
@@ -187,3 +344,21 @@ def test_random_sizes_are_right(seed, assert_near):
     for y, z in zip(run(*given, rms_rows=rows), wanted, strict=True):
         assert_near(y, z, 8e-3)
     assert mgpu_ops.rotary_into_cache is rotary_into_cache
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_random_sizes_with_norms_of_heads_are_those_in_float64(seed, assert_near):
+    """Of either dtype, with and without norms of rows, and the same in every run."""
+    rng = np.random.default_rng(seed)
+    kv_heads, head_dim = [(8, 128), (4, 64), (4, 256), (16, 64), (4, 128), (8, 256), (44, 256), (16, 128)][seed]
+    batch, tokens, group = (int(rng.integers(1, n)) for n in (70, 300, 3 if kv_heads == 44 else 9))
+    given = arrays(batch, tokens, kv_heads * group, kv_heads, head_dim, jnp.float16 if seed % 4 == 1 else BF16)
+    rows = 3 * normal(5, batch, 128 * int(rng.integers(1, 65)), dtype=BF16)
+    run = jax.jit(functools.partial(rotary_into_cache, backend="mosaic", **EPSILONS), donate_argnums=(3, 4))
+    for options in (norms(head_dim), norms(head_dim) | {"rms_rows": rows}):
+        caches = [[jnp.copy(x) for x in given[3:5]] for _ in range(2)]
+        first, second = (run(*given[:3], *both, given[5], **options) for both in caches)
+        for y, again, z in zip(first, second, normalised(given, **options), strict=True):
+            assert_near(y, z, 4e-3)
+            np.testing.assert_array_equal(y, again)
