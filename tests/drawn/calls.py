@@ -312,7 +312,8 @@ def _rotary_into_cache(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     )
     if rng.random() < 0.5:
         arrays["rms_rows"] = normal(b, side(rng, 128, 2048, 128))
-    return Drawn("rotary_into_cache", lambda **xs: mgpu_ops.rotary_into_cache(**xs), arrays)
+    norms = _norms(rng, d)
+    return Drawn(f"rotary_into_cache {list(norms)}", lambda **xs: mgpu_ops.rotary_into_cache(**xs), arrays | norms)
 
 
 def _gated_activation(rng: random.Random, s: Sizes, normal: Any) -> Drawn:

@@ -89,6 +89,13 @@ CASES: dict[str, Callable[..., Any]] = {  # with the backend, by what is called
         draw(64, 384),
         draw(2, 64),
     ),
+    "rotary_into_cache with norms": lambda **b: mgpu_ops.rotary_into_cache(
+        *(draw(2, 12 * 64), TURNS[:2], TURNS[:2], draw(2, 8, 4, 64), draw(2, 8, 4, 64), np.array([3, 4])),
+        rms_rows=draw(2, 128),
+        q_norm=np.ones(64),
+        k_norm=np.ones(64),
+        **b,
+    ),
     "rotary_attention": lambda **b: gradients(
         lambda x: mgpu_ops.rotary_attention(x, *2 * [np.ones((64, 64))], heads=2, kv_heads=2, backward_config=NEXT, **b),
         draw(64, 768),
