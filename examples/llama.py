@@ -49,6 +49,7 @@ class Model:
     hidden: int = 384  # of a gated layer
     vocabulary: int = 128  # ASCII
     rope_base: float = 500_000.0
+    qk_norm: bool = False  # an RMS norm of each head of q and of k, as in Qwen3
 
 
 # Four layers of Llama-3 8B's 32, and an eighth of its vocabulary: so the head's share of a step is that of the whole model.
@@ -89,7 +90,10 @@ def init(model: Model, key: jax.Array, dtype: Any = jnp.float32) -> Params:
 
     def layer(key: jax.Array) -> Params:
         keys = jax.random.split(key, len(shapes))
-        norms = {name: jnp.ones(m.width, dtype) for name in ("attention_norm", "ffn_norm")}
+        widths = dict.fromkeys(("attention_norm", "ffn_norm"), m.width) | dict.fromkeys(
+            ("q_norm", "k_norm") * m.qk_norm, m.head_dim
+        )
+        norms = {name: jnp.ones(width, dtype) for name, width in widths.items()}
         return norms | {name: normal(k, shape) for k, (name, shape) in zip(keys, shapes.items(), strict=True)}
 
     first, last, *keys = jax.random.split(key, m.layers + 2)
@@ -109,8 +113,8 @@ class Backend:
     product: x w, or with a third argument x w + residual. x [tokens, k], w [k, n].
     gated: silu(x w_gate) * (x w_up) in one, of which the backward pass computes both products again.
     mlp: (silu(x w_gate) * (x w_up)) w_down + residual, of which gate and up are kept for the backward pass.
-    attention: causal, of what a layer's first product yields, q, k and v joined, once q and k are rotated: of the model, that,
-      the batch and positions; [batch, tokens, heads, head_dim].
+    attention: causal, of what a layer's first product yields, q, k and v joined, once q and k are rotated, if the model has it
+      after a norm: of the model, the layer, that, the batch and positions; [batch, tokens, heads, head_dim].
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
     norm: RMS norm of x [tokens, width] with a weight [width]; with return_x=True that and x, for what goes around it.
     """
@@ -119,7 +123,7 @@ class Backend:
     product: Callable[..., jax.Array]
     gated: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     mlp: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-    attention: Callable[[Model, jax.Array, int, jax.Array], jax.Array]
+    attention: Callable[[Model, Params, jax.Array, int, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
     norm: Callable[..., Any]
 
@@ -173,10 +177,16 @@ def _fp8_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
     return mgpu_ops.fp8_gated_mlp(x, w_gate, w_up, w_down, residual=residual)
 
 
-def _rotary_attention(model: Model, qkv: jax.Array, batch: int, positions: jax.Array) -> jax.Array:
+def _rotary_attention(model: Model, layer: Params, qkv: jax.Array, batch: int, positions: jax.Array) -> jax.Array:
     cos, sin = turns(model, positions)
     qkv = qkv.reshape(batch, len(positions), -1)
-    return mgpu_ops.rotary_attention(qkv, cos, sin, heads=model.heads, kv_heads=model.kv_heads, causal=True)
+    norms = _norms_of_heads(layer)
+    return mgpu_ops.rotary_attention(qkv, cos, sin, heads=model.heads, kv_heads=model.kv_heads, causal=True, **norms)
+
+
+def _norms_of_heads(layer: Params) -> dict[str, Any]:
+    """What `rotary_attention` and `rotary_into_cache` take of a layer with norms of q and k."""
+    return {"q_norm": layer["q_norm"], "k_norm": layer["k_norm"], "epsilon": EPSILON} if "q_norm" in layer else {}
 
 
 OURS = Backend(
@@ -227,12 +237,17 @@ def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1).astype(x.dtype)
 
 
-def heads(model: Model, qkv: jax.Array, batch: int, positions: jax.Array) -> list[jax.Array]:
+def heads(model: Model, layer: Params, qkv: jax.Array, batch: int, positions: jax.Array) -> list[jax.Array]:
     """q, k and v of a layer, [batch, tokens, heads, head_dim] each, of what its first product yields for [batch * tokens]."""
     m = model
-    qkv = qkv.reshape(batch, -1, m.heads + 2 * m.kv_heads, m.head_dim)
-    q, k, v = jnp.split(qkv, (m.heads, m.heads + m.kv_heads), 2)
+    q, k, v = _split(layer, qkv.reshape(batch, -1, m.heads + 2 * m.kv_heads, m.head_dim), m.kv_heads)
     return [rope(m, q, positions), rope(m, k, positions), v]
+
+
+def _split(layer: Params, qkv: jax.Array, kv_heads: int) -> list[jax.Array]:
+    """q, k and v, the first two normalised if the layer has norms of them, of [batch, tokens, all heads, head_dim]."""
+    q, k, v = jnp.split(qkv, (qkv.shape[2] - 2 * kv_heads, qkv.shape[2] - kv_heads), 2)
+    return [_xla_norm(q, layer["q_norm"]), _xla_norm(k, layer["k_norm"]), v] if "q_norm" in layer else [q, k, v]
 
 
 def ffn(backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.Array:
@@ -250,7 +265,7 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
     x = backend.embedding(params["embedding"], tokens[:, :-1].reshape(-1))
     for layer in params["layers"]:
         normal, x = backend.norm(x, layer["attention_norm"], return_x=True)
-        attended = backend.attention(model, backend.product(normal, layer["qkv"]), batch, positions)
+        attended = backend.attention(model, layer, backend.product(normal, layer["qkv"]), batch, positions)
         x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
         x = ffn(backend, layer, x, recompute)
     logits = _head(backend, params, x)
@@ -350,7 +365,7 @@ def _xla_cached(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     batch, _, kv_heads, head_dim = k.shape
     rows = (_xla_norm(x, layer["attention_norm"]) @ layer["qkv"]).reshape(batch, 1, -1, head_dim)
-    q, new_k, new_v = jnp.split(rows, (rows.shape[2] - 2 * kv_heads, rows.shape[2] - kv_heads), 2)
+    q, new_k, new_v = _split(layer, rows, kv_heads)
     write = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=position, axis=1)
     return rotated(q, cos, sin), write(k, rotated(new_k, cos, sin)), write(v, new_v)
 
@@ -364,7 +379,8 @@ def _xla_head(x: jax.Array, params: Params) -> jax.Array:
 
 
 def _cached(x: jax.Array, layer: Params, *others: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return mgpu_ops.rotary_into_cache(_served_product(x, layer["qkv"]), *others, rms_rows=x, rms_epsilon=EPSILON)
+    norms = _norms_of_heads(layer)
+    return mgpu_ops.rotary_into_cache(_served_product(x, layer["qkv"]), *others, rms_rows=x, rms_epsilon=EPSILON, **norms)
 
 
 def _gated_joined(x: jax.Array, layer: Params) -> jax.Array:
@@ -544,7 +560,8 @@ def _label(model: Model) -> str:
     """Of the model, its layers and its vocabulary; one of other sizes is width x heads x kv_heads x head_dim x hidden."""
     sizes = [getattr(model, name) for name in SIZES]
     named = (name for name, known in MODELS.items() if sizes == [getattr(known, size) for size in SIZES])
-    return f"{next(named, 'x'.join(map(str, sizes)))}-{model.layers}-layers-{model.vocabulary}"
+    name = next(named, "x".join(map(str, sizes))) + "-qk-norm" * model.qk_norm
+    return f"{name}-{model.layers}-layers-{model.vocabulary}"
 
 
 def _loss_of(step: Callable[..., Any], *arguments: Any) -> jax.Array:
@@ -614,6 +631,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=list(MODELS), default="llama3-8b", help="that is timed, with the sizes that follow")
     for name, what in (SIZES | {"layers": "of it", "vocabulary": "of it"}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, help=f"{what} (default: the model's)")
+    parser.add_argument("--qk-norm", action="store_true", help="with an RMS norm of each head of q and k, as in Qwen3")
     parser.add_argument("--tokens", type=_numbers, default=[8192, 32768], help="of a step, e.g. 8192,32768; empty: none")
     parser.add_argument("--batches", type=_numbers, default=[1, 16, 64], help="of decoding, e.g. 1,16,64; empty: none")
     parser.add_argument("--cache", type=_positive, default=4096, help="tokens of each sequence")
@@ -643,7 +661,7 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--{name} {getattr(args, name)} is of a GPU, and none is in use: leave it out to see the times")
     names = [*SIZES, "layers", "vocabulary"]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    model = dataclasses.replace(MODELS[args.model], **given)
+    model = dataclasses.replace(MODELS[args.model], qk_norm=args.qk_norm, **given)
     if model.heads % model.kv_heads or model.head_dim % 2:
         parser.error(
             f"--heads {model.heads} --kv-heads {model.kv_heads} --head-dim {model.head_dim}: heads are a multiple of kv-heads, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import io
 import itertools
@@ -119,6 +120,15 @@ def test_a_language_model_learns_its_text_in_8_bits():
     assert losses[-1] < 0.7 * losses[0]
 
 
+def test_norms_of_heads_have_the_gradients_that_xla_gives_them():
+    model = dataclasses.replace(LLAMA, qk_norm=True)
+    params, data = llama.init(model, jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 9), 0, LLAMA.vocabulary)
+    steps = (jax.jit(functools.partial(llama.gradients, model, llama.BACKENDS[name])) for name in ("xla", "mgpu_ops"))
+    (_, wanted), (_, found) = (step(params, data) for step in steps)
+    for norm in ("q_norm", "k_norm"):
+        np.testing.assert_allclose(found["layers"][0][norm], wanted["layers"][0][norm], rtol=1e-3, atol=1e-4)
+
+
 @thorough.only_in_all
 def test_a_language_model_learns_its_text_alike_with_each_backend():
     losses = {name: trained(name)[1] for name in llama.BACKENDS}
@@ -126,16 +136,19 @@ def test_a_language_model_learns_its_text_alike_with_each_backend():
     assert losses["fp8"] == pytest.approx(losses["xla"], rel=5e-2)
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("name", ["mgpu_ops", "int8", pytest.param("xla", marks=thorough.only_in_all)])
-def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text(name):
-    backend = llama.SERVING[name]
-    params = llama.init(LLAMA, jax.random.key(0), jnp.bfloat16)
+def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text(name, qk_norm):
+    model, backend = dataclasses.replace(LLAMA, qk_norm=qk_norm), llama.SERVING[name]
+    params = llama.init(model, jax.random.key(0), jnp.bfloat16)
     params["norm"] *= jnp.linspace(0.5, 2, LLAMA.width, dtype=jnp.bfloat16)
+    for norm in ("q_norm", "k_norm") * qk_norm:
+        params["layers"][0][norm] *= jnp.linspace(0.5, 2, LLAMA.head_dim, dtype=jnp.bfloat16)
     data = jax.random.randint(jax.random.key(1), (2, 7), 0, LLAMA.vocabulary)
-    wanted = jax.jit(functools.partial(llama.loss, LLAMA, llama.BACKENDS["xla"]))(params, data)
-    step = jax.jit(functools.partial(llama.decode, LLAMA, backend))
+    wanted = jax.jit(functools.partial(llama.loss, model, llama.BACKENDS["xla"]))(params, data)
+    step = jax.jit(functools.partial(llama.decode, model, backend))
     params = backend.prepared(params)
-    cache, losses = llama.empty_cache(LLAMA, 2, 6), []
+    cache, losses = llama.empty_cache(model, 2, 6), []
     for position in range(6):
         logits, cache = step(params, cache, data[:, position], jnp.int32(position))
         losses.append(mgpu_ops.cross_entropy(logits, data[:, position + 1]))
@@ -173,11 +186,12 @@ def test_a_benchmark_of_steps_says_what_it_cannot_do(arguments, told, capsys):
 
 
 def test_the_language_model_s_command_prints_losses_and_what_the_model_writes(capsys, monkeypatch):
+    found = trained("fp8")  # by the function that is replaced
     monkeypatch.setattr(llama, "Model", lambda: LLAMA)
-    monkeypatch.setattr(llama, "train", lambda model, name, steps: trained(name))
+    monkeypatch.setattr(llama, "train", lambda model, name, steps: found)
     llama.main(["--backend", "fp8"])
     said = capsys.readouterr().out
-    assert said.startswith(f"step   1  loss {trained('fp8')[1][0]:.4f}\nstep   2 ")
+    assert said.startswith(f"step   1  loss {found[1][0]:.4f}\nstep   2 ")
     assert re.search(r"step  12  loss \d\.\d{4}\n3\+4=.", said)
 
 
