@@ -110,7 +110,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
 
 
 # Of products this large (operations, and of the shortest side) what the models say of kernel and XLA is wrong by more than
-# 6.7 % one in twenty times: of 142 problems, as `scripts/model_error.py` collects them.
+# 6.7 % one in twenty times: of 142 problems (results/2026-11-27-matmul-large-ratios.txt).
 _LARGE, _LARGE_SIDE = 50e9, 512
 
 

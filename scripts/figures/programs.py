@@ -41,7 +41,7 @@ def training_steps(results: Path, gpu: str = "h200", models: str = "llama", of: 
 def program(results: Path) -> Iterator[str]:
     """Steps of a language model: milliseconds and the memory that XLA plans, beside XLA's in the same run."""
     steps, found = steps_of_programs(results)
-    yield from _steps(sorted(steps.items(), key=_order_of_step), lambda op, problem: _step(op, problem))
+    yield from _steps(sorted(steps.items(), key=_order_of_step), _step)
     yield next(sources(*found))  # the page has pictures of its own
 
 

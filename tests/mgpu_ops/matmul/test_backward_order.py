@@ -32,16 +32,16 @@ def gated_layers(x: jax.Array, weights: list[tuple[jax.Array, ...]]) -> jax.Arra
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 @pytest.mark.parametrize(
-    ("f", "argnums", "layers", "arrays"), [(matmuls, 1, 8, 10), (kernels, (0, 1), 8, 8), (gated_layers, 1, 2, 8.5)]
+    ("f", "argnums", "layers", "arrays"), [(matmuls, 1, 8, 10), (kernels, (0, 1), 8, 8), (gated_layers, 1, 2, 8.51)]
 )
 def test_what_a_weights_gradient_is_computed_from_is_not_kept_to_the_end_of_the_backward_pass(f, argnums, layers, arrays):
     """The memory that XLA plans, in arrays of activations.
 
-    Those of gated layers are 9 where the gradients of gate and up do not take the place of these.
+    Those of gated layers are 8.5 and some bytes, and 9 where the gradients of gate and up do not take the place of these.
     """
     x, w = jax.ShapeDtypeStruct((32 * SIDE, SIDE), jnp.bfloat16), jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16)
     planned = aot.program("h200", jax.grad(f, argnums), x, [(w,) * 3] * layers)
-    assert planned.temporary_bytes < (arrays + 0.01) * 2 * 32 * SIDE**2  # and some bytes beside them
+    assert planned.temporary_bytes <= arrays * 2 * 32 * SIDE**2
 
 
 def test_gradients_that_nobody_asks_for_are_not_computed():
