@@ -39,7 +39,6 @@ from mgpu_ops.rotary.problem import (
     smem_bytes,
     supports,
     tolerance,
-    unmeasured,
 )
 
 
@@ -166,7 +165,7 @@ def rotary_qkv(
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
         machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it and
-        XLA was not measured to be faster, otherwise "xla": so far for all with norms.
+        XLA was not measured to be faster, otherwise "xla".
 
     Returns:
       q [..., tokens, heads, head_dim], k and v [..., tokens, kv_heads, head_dim], of qkv's dtype, computed in float32 and
@@ -335,7 +334,6 @@ SPEC = OpSpec(
     run=launch,
     reference=reference,
     tolerance=tolerance,
-    unmeasured=unmeasured,
 )
 
 __all__ = [

@@ -193,14 +193,13 @@ def _batchable(call: _Call) -> Any:
 
 
 def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """On the backend that the call asks for; where it asks for none, the kernel where it can run and has run before."""
+    """On the backend that the call asks for; where it asks for none, the kernel where it can run."""
     always, of_rows, of_heads = call.apart(arrays)
     rows = of_rows[0] if of_rows else None
-    unproven = _unproven(call) if call.backend is None else None
     choice = dispatch.choose_for(
         "rotary_into_cache",
         f"of k_cache{arrays[3].shape}",
-        lambda device: supports(arrays[0], arrays[3], rows, call.of_heads, device) or unproven,
+        lambda device: supports(arrays[0], arrays[3], rows, call.of_heads, device),
         call.backend,
     )
     if choice.device is None:
@@ -208,12 +207,6 @@ def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     from mgpu_ops.rotary import into_cache_kernel  # it imports Pallas
 
     return into_cache_kernel.launch(*always, of_rows=of_rows, of_heads=of_heads, interpret=choice.backend == "interpret")
-
-
-def _unproven(call: _Call) -> str | None:
-    """Why XLA runs a call that the kernel could, until the kernel has run on a GPU; or None."""
-    reason = "the kernel that also normalises heads has not run on a GPU yet: backend='mosaic' runs it"
-    return reason if call.of_heads else None
 
 
 def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: bool, gpu: gpus.Gpu) -> str | None:

@@ -135,11 +135,6 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def unmeasured(problem: Problem) -> str | None:
-    """Why XLA runs a problem that the kernel could, until it was measured; or None."""
-    return "the kernel that also normalises was not measured: backend='mosaic' runs it" if problem.normalised else None
-
-
 def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None: the first reason."""
     if reason := supports(problem, gpu) or outside(SPACE, config):

@@ -263,8 +263,8 @@ def test_with_norms_both_passes_are_a_kernel_too_which_keep_qkv_and_the_weights(
         (P(1024, 1024, 32, 8, 128), "the kernel"),
         (P(8192, 8192, 9, 1, 128), "the kernel"),
         (P(8192, 8192, 8, 1, 128), "XLA"),
-        (P(8192, 8192, 32, 8, 128, normalised=True), "XLA"),  # until it was measured
-        (P(8192, 8192, 32, 8, 128, gradient=True, normalised=True), "XLA"),
+        (P(8192, 8192, 32, 8, 128, normalised=True), "the kernel"),
+        (P(8192, 8192, 32, 8, 128, gradient=True, normalised=True), "the kernel"),
     ],
     ids=str,
 )

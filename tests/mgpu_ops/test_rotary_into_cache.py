@@ -278,16 +278,12 @@ def test_why_xla_runs_is_logged_once(caplog, monkeypatch):
     assert [record.getMessage() for record in caplog.records] == [f"rotary_into_cache runs through XLA: {reason}"]
 
 
-def test_with_norms_of_heads_xla_runs_until_the_kernel_has_and_the_log_says_so(caplog, monkeypatch):
+def test_with_norms_of_heads_a_kernel_runs(caplog, monkeypatch):
     monkeypatch.setattr(dispatch, "_said", set())
-    given = arrays(kv_heads=4)
     with caplog.at_level(logging.WARNING, "mgpu_ops"), gpu.target("h200"):
-        program = jax.make_jaxpr(lambda *x: rotary_into_cache(*x, **norms()))(*given)
-        ours = jax.make_jaxpr(lambda *x: rotary_into_cache(*x, **norms(), backend="mosaic"))(*given)
-    name = "mgpu_ops_rotary_normalised_into_cache"
-    assert (name in str(program), name in str(ours)) == (False, True)
-    reason = "the kernel that also normalises heads has not run on a GPU yet: backend='mosaic' runs it"
-    assert [record.getMessage() for record in caplog.records] == [f"rotary_into_cache runs through XLA: {reason}"]
+        program = jax.make_jaxpr(lambda *x: rotary_into_cache(*x, **norms()))(*arrays(kv_heads=4))
+    assert "mgpu_ops_rotary_normalised_into_cache" in str(program)
+    assert not caplog.records
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
