@@ -5,6 +5,7 @@
     python examples/llama.py --bench --csv results/2026-01-31-h200-llama.csv   # times steps of Llama-3 8B's layers, on a GPU
     python examples/llama.py --bench --model qwen3-4b                                        # of another model's
     python examples/llama.py --bench --width 2048 --heads 16 --kv-heads 4 --hidden 5632      # of any sizes
+    python examples/llama.py --bench --shard fsdp --batches ''                               # a step that GPUs share
 
 The backends of training share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this
 library in 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in
@@ -28,6 +29,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import mgpu_ops
 from mgpu_ops.core import gpu as gpus
@@ -499,14 +502,35 @@ OPS = {
 }
 
 
-def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int, recompute: bool) -> None:
+# How devices share a step: what each has.
+SHARDS = {"data": "a sequence and all parameters", "fsdp": "a sequence and a part of each parameter"}
+
+
+def bench_step(
+    bench: Bench,
+    model: Model,
+    backends: Sequence[str],
+    tokens: int,
+    recompute: bool,
+    shard: str | None = None,
+    mesh: Mesh | None = None,
+) -> None:
     """A step on one sequence of so many random tokens: the loss and its gradient, both compared with the first backend's.
 
-    The optimizer is left out: it is the same for all backends.
+    On a mesh each device has a sequence, and all parameters or, with shard "fsdp", its part of each. The optimizer is left
+    out: it is the same for all backends.
     """
-    params = _weights(model)
-    data = jax.random.randint(jax.random.key(1), (1, tokens + 1), 0, model.vocabulary)
-    steps = {name: jax.jit(functools.partial(gradients, model, BACKENDS[name], recompute=recompute)) for name in backends}
+    params, devices = _weights(model), 1 if mesh is None else mesh.size
+    data = jax.random.randint(jax.random.key(1), (devices, tokens + 1), 0, model.vocabulary)
+    kept: Any = None
+    if mesh is not None:
+        kept = jax.tree.map(lambda x: NamedSharding(mesh, P("data") if shard == "fsdp" else P()), params)
+        params, data = jax.device_put(params, kept), jax.device_put(data, NamedSharding(mesh, P("data")))
+        kept = (NamedSharding(mesh, P()), kept)
+    steps = {
+        name: jax.jit(functools.partial(gradients, model, BACKENDS[name], recompute=recompute), out_shardings=kept)
+        for name in backends
+    }
     programs = bench.compiled(steps, dict.fromkeys(steps, (params, data)))
     errors = {}
     wanted = programs[backends[0]].step(params, data)
@@ -520,7 +544,7 @@ def bench_step(bench: Bench, model: Model, backends: Sequence[str], tokens: int,
     del wanted
     calls = {name: functools.partial(_loss_of, programs[name].step, params, data) for name in backends}
     flops = 6 * _multiplied(model) * tokens + 7 * model.layers * model.heads * model.head_dim * tokens**2
-    label = f"{_label(model)}-{tokens}{'-recompute' * recompute}"
+    label = f"{_label(model)}-{tokens}{'-recompute' * recompute}" + (f"-{shard}-{devices}-gpus" if mesh is not None else "")
     bench.measure(OPS["step"], label, (flops, 4 * _multiplied(model)), programs, calls, errors, queued=2, layers=model.layers)
 
 
@@ -637,6 +661,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--cache", type=_positive, default=4096, help="tokens of each sequence")
     parser.add_argument("--rounds", type=_positive, default=10, help="of all backends in turn")
     parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="also let each run without pause")
+    kinds = "; ".join(f"{name}: {what}" for name, what in SHARDS.items())
+    parser.add_argument("--shard", choices=SHARDS, help=f"time a step of training that devices share, where each has ({kinds})")
+    parser.add_argument("--devices", type=_positive, help="that share a step (default: all)")
     parser.add_argument("--recompute", action="store_true", help="compute gate and up again in the backward pass")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write the kernels of a step, and a layer's picture")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the times, on a GPU")
@@ -667,11 +694,30 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             f"--heads {model.heads} --kv-heads {model.kv_heads} --head-dim {model.head_dim}: heads are a multiple of kv-heads, "
             "and head-dim is even"
         )
+    mesh = _mesh(parser, model, args)
     bench = Bench(args.rounds, args.sustained, args.profile, args.csv)
     for tokens in args.tokens:
-        bench_step(bench, model, [name for name in backends if name in BACKENDS] or ["mgpu_ops"], tokens, args.recompute)
+        trained = [name for name in backends if name in BACKENDS] or ["mgpu_ops"]
+        bench_step(bench, model, trained, tokens, args.recompute, args.shard, mesh)
     for batch in args.batches:
         bench_decode(bench, model, [name for name in backends if name in SERVING] or ["mgpu_ops"], batch, args.cache)
+
+
+def _mesh(parser: argparse.ArgumentParser, model: Model, args: argparse.Namespace) -> Mesh | None:
+    """The devices that share a step; None where one runs it."""
+    if args.shard is None:
+        if args.devices is not None:
+            parser.error(f"--devices {args.devices} share a step as --shard says: add --shard {' or '.join(SHARDS)}")
+        return None
+    devices = args.devices or jax.local_device_count()
+    if devices > jax.local_device_count():
+        parser.error(f"--devices {devices} is more than the {jax.local_device_count()} that there are")
+    sides = sorted({x.shape[0] for x in jax.tree.leaves(jax.eval_shape(functools.partial(init, model), jax.random.key(0)))})
+    if args.shard == "fsdp" and any(side % devices for side in sides):
+        parser.error(f"--shard fsdp: {devices} devices do not divide all first sides of the parameters, {sides}")
+    if args.profile is not None:
+        parser.error(f"--profile {args.profile} is of a step on one device: leave --shard {args.shard} out")
+    return jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:devices])
 
 
 if __name__ == "__main__":

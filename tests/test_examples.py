@@ -168,6 +168,23 @@ def test_a_language_model_s_steps_are_timed_beside_the_first_backend_s(backends,
     assert len(re.findall(r"\n  mgpu_ops( +\d+\.\d+){4}\n", said)) == 2 * (backends != "xla")
 
 
+@pytest.mark.parametrize("shard", ["data", pytest.param("fsdp", marks=thorough.only_in_all)])
+def test_steps_that_devices_share_are_timed_and_have_the_loss_of_the_first_backend(shard, capsys):
+    arguments = ["--bench", "--model", "small", "--layers", "1", "--backends", "xla,mgpu_ops", "--rounds", "1", "--batches", ""]
+    llama.main([*arguments, "--tokens", "16", "--shard", shard, "--devices", "2"])
+    said = capsys.readouterr().out
+    losses = [float(x) for x in re.findall(r"(?:xla|mgpu_ops): loss (\d\.\d+)", said)]
+    assert len(losses) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert f"llama-step small-1-layers-128-16-{shard}-2-gpus: ms" in said
+
+
+def test_a_step_is_not_shared_by_devices_that_do_not_divide_its_parameters(capsys):
+    with pytest.raises(SystemExit):
+        llama.main(["--bench", "--model", "small", "--hidden", "383", "--shard", "fsdp", "--devices", "2"])
+    assert "2 devices do not divide all first sides of the parameters, [128, 256, 383]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -176,6 +193,8 @@ def test_a_language_model_s_steps_are_timed_beside_the_first_backend_s(backends,
         (["--profile", "folder"], "--profile folder is of a GPU, and none is in use"),
         (["--tokens", "0"], "argument --tokens: invalid list of positive integers value: '0'"),
         (["--layers", "-1"], "argument --layers: invalid positive integer value: '-1'"),
+        (["--devices", "2"], "--devices 2 share a step as --shard says: add --shard data or fsdp"),
+        (["--shard", "data", "--devices", "99"], "--devices 99 is more than the"),
         (["--heads", "12"], "--heads 12 --kv-heads 8 --head-dim 128: heads are a multiple of kv-heads"),
     ],
 )

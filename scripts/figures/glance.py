@@ -80,10 +80,12 @@ def h100(results: Path) -> Iterator[str]:
     others = [(op, problems(results, f"h100-{op}-anywhere")) for op in _OF_A_LAYER]
     for op, found in others:
         yield line(f"{op}, random shapes, untuned", "XLA", found, "xla")
+    norms = problems(results, "h100-rotary-norms")
+    yield line("rotary after norms of heads, forward and gradients, untuned", "XLA", norms, "xla")
     yield from map(line_of, [*training_steps(results, "h100"), *untuned_models(results)])
     steps = (path for models in ("llama", "llama-models") for path in steps_of_programs(results, "h100", models)[1])
     attention = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
-    timed = (forward, both, *attention, products, rows, drawn, grouped, decoding, *(found for _, found in others))
+    timed = (forward, both, *attention, products, rows, drawn, grouped, decoding, norms, *(found for _, found in others))
     yield next(sources(*files(*timed), *steps))
 
 
