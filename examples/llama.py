@@ -522,13 +522,13 @@ def bench_step(
     """
     params, devices = _weights(model), 1 if mesh is None else mesh.size
     data = jax.random.randint(jax.random.key(1), (devices, tokens + 1), 0, model.vocabulary)
-    kept: Any = None
+    results: Any = None  # how they are sharded: the loss, and each gradient as its parameter
     if mesh is not None:
-        kept = jax.tree.map(lambda x: NamedSharding(mesh, P("data") if shard == "fsdp" else P()), params)
-        params, data = jax.device_put(params, kept), jax.device_put(data, NamedSharding(mesh, P("data")))
-        kept = (NamedSharding(mesh, P()), kept)
+        every, each = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        results = every, jax.tree.map(lambda _: each if shard == "fsdp" else every, params)
+        params, data = jax.device_put(params, results[1]), jax.device_put(data, each)
     steps = {
-        name: jax.jit(functools.partial(gradients, model, BACKENDS[name], recompute=recompute), out_shardings=kept)
+        name: jax.jit(functools.partial(gradients, model, BACKENDS[name], recompute=recompute), out_shardings=results)
         for name in backends
     }
     programs = bench.compiled(steps, dict.fromkeys(steps, (params, data)))
@@ -544,7 +544,7 @@ def bench_step(
     del wanted
     calls = {name: functools.partial(_loss_of, programs[name].step, params, data) for name in backends}
     flops = 6 * _multiplied(model) * tokens + 7 * model.layers * model.heads * model.head_dim * tokens**2
-    label = f"{_label(model)}-{tokens}{'-recompute' * recompute}" + (f"-{shard}-{devices}-gpus" if mesh is not None else "")
+    label = f"{_label(model)}-{tokens}{'-recompute' * recompute}" + (f"-{shard}-{devices}-gpus" if shard else "")
     bench.measure(OPS["step"], label, (flops, 4 * _multiplied(model)), programs, calls, errors, queued=2, layers=model.layers)
 
 

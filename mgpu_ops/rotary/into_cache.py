@@ -1,6 +1,7 @@
 """rotary_into_cache: what decoding does between the product for q, k and v and attention, in one kernel.
 
-Here: the public function, its batching rule, and the same through XLA. `into_cache_kernel.py`: the kernel. Nothing is tuned.
+Here: the public function, its batching rule, and the same through XLA. `into_cache_kernel.py`: the kernel.
+`into_cache_arrays.py`: what both take. Nothing is tuned.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.rms_rows import checked_norm, divided, supports_rows
 from mgpu_ops.rotary import Problem, checked_norms
 from mgpu_ops.rotary import reference as rotary_reference
+from mgpu_ops.rotary.into_cache_arrays import AT_ONCE, Arrays
 from mgpu_ops.rotary.problem import HEAD_DIMS
 
 _THREADS = 128  # of a warpgroup, each of which rotates as many pairs
 _BOX = 256  # a TMA copy's largest side
-_NORMALISED = limits.WARPGROUP // limits.WARP  # heads at once: a head lies within a warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,10 @@ class _Call:
     of_rows: bool
     of_heads: bool
 
-    def apart[T](self, arrays: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
-        """What every call takes; rows and epsilon [1], if any; weights of heads and epsilon [1], if any."""
+    def apart(self, arrays: Sequence[Any]) -> Arrays:
+        """The arrays by name, or what there is of each, such as whether vmap maps it."""
         end = 6 + 2 * self.of_rows
-        return arrays[:6], arrays[6:end], arrays[end:]
+        return Arrays._make((*arrays[:6], arrays[6:end], arrays[end:]))
 
 
 def rotary_into_cache(
@@ -82,7 +83,7 @@ def rotary_into_cache(
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
         machine, slow), "xla". Default: $MGPU_OPS_BACKEND, else the kernel where it runs: 16-bit floats, a head_dim that is a
         multiple of 64 up to 512, and kv_heads that divide q_heads, with kv_heads head_dim a multiple of 256. With norms of
-        heads, so far XLA: "mosaic" takes a head_dim of 64, 128 or 256 and kv_heads that are a multiple of 4.
+        heads it takes a head_dim of 64, 128 or 256 and kv_heads that are a multiple of 4.
 
     Returns:
       q, [batch, 1, q_heads, head_dim], and both caches, as `flash_attention` takes them.
@@ -173,7 +174,7 @@ def _batchable(call: _Call) -> Any:
 
     @rotate.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        if not size or any(call.apart(batched)[2]):  # a launch takes one weight of each norm
+        if not size or any(call.apart(batched).of_heads):  # a launch takes one weight of each norm
             return one_after_the_other(rotate, batched, arrays), (True,) * 3
         own, others = arrays[: 6 + call.of_rows], arrays[6 + call.of_rows :]
 
@@ -194,19 +195,19 @@ def _batchable(call: _Call) -> Any:
 
 def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """On the backend that the call asks for; where it asks for none, the kernel where it can run."""
-    always, of_rows, of_heads = call.apart(arrays)
-    rows = of_rows[0] if of_rows else None
+    given = call.apart(arrays)
+    rows = given.of_rows[0] if given.of_rows else None
     choice = dispatch.choose_for(
         "rotary_into_cache",
-        f"of k_cache{arrays[3].shape}",
-        lambda device: supports(arrays[0], arrays[3], rows, call.of_heads, device),
+        f"of k_cache{given.k.shape}",
+        lambda device: supports(given.qkv, given.k, rows, call.of_heads, device),
         call.backend,
     )
     if choice.device is None:
-        return reference(*always, of_rows=of_rows, of_heads=of_heads)
+        return reference(given)
     from mgpu_ops.rotary import into_cache_kernel  # it imports Pallas
 
-    return into_cache_kernel.launch(*always, of_rows=of_rows, of_heads=of_heads, interpret=choice.backend == "interpret")
+    return into_cache_kernel.launch(given, interpret=choice.backend == "interpret")
 
 
 def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: bool, gpu: gpus.Gpu) -> str | None:
@@ -223,26 +224,17 @@ def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: boo
         return reason
     if kv_heads * head_dim % (2 * _THREADS):
         return f"kv_heads * head_dim = {kv_heads * head_dim} is no multiple of {2 * _THREADS}"
-    if of_heads and (head_dim not in HEAD_DIMS or kv_heads % _NORMALISED):
-        takes = f"kv_heads that are a multiple of {_NORMALISED} and a head_dim of {', '.join(map(str, HEAD_DIMS))}"
+    if of_heads and (head_dim not in HEAD_DIMS or kv_heads % AT_ONCE):
+        takes = f"kv_heads that are a multiple of {AT_ONCE} and a head_dim of {', '.join(map(str, HEAD_DIMS))}"
         return f"kv_heads={kv_heads} and head_dim={head_dim}: norms of heads take {takes}, or backend='xla'"
     if kv_heads * head_dim * 10 > gpu.smem_per_block // 2 or max(qkv.size, tokens) >= 2**31:
         return f"k_cache{k.shape} has too large heads, or too many tokens"
     return None
 
 
-def reference(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    *,
-    of_rows: Sequence[jax.Array] = (),
-    of_heads: Sequence[jax.Array] = (),
-) -> tuple[jax.Array, ...]:
+def reference(arrays: Arrays) -> tuple[jax.Array, ...]:
     """The same through XLA."""
+    qkv, cos, sin, k, v, positions, of_rows, of_heads = arrays
     dtype = qkv.dtype
     if of_heads and of_rows:  # rounded once, after both norms
         qkv = qkv.astype(np.promote_types(dtype, np.float32))

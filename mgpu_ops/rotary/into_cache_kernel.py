@@ -9,7 +9,6 @@ come with the halves, from where they are: had XLA to lay them out first, that w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,28 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
-from mgpu_ops.core.limits import WARP, WARPGROUP
+from mgpu_ops.core.limits import WARP
 from mgpu_ops.core.row_norm import factor_of_squares, row_factor, sums_of_rows
+from mgpu_ops.rotary.into_cache_arrays import AT_ONCE, Arrays
 
-_AT_ONCE = WARPGROUP // WARP  # heads that are normalised
 
-
-def launch(
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    *,
-    of_rows: Sequence[jax.Array] = (),
-    of_heads: Sequence[jax.Array] = (),
-    interpret: bool = False,
-) -> tuple[jax.Array, ...]:
-    """Runs the kernel; the caches are written in place where XLA can give them up.
-
-    of_rows: rows and epsilon [1], or nothing. of_heads: weights [head_dim] of the norms of q and k and epsilon [1], or nothing.
-    """
+def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
+    """Runs the kernel; the caches are written in place where XLA can give them up."""
+    qkv, cos, sin, k, v, positions, of_rows, of_heads = arrays
     batch, tokens, kv_heads, head_dim = k.shape
     half, heads = head_dim // 2, qkv.shape[1] // head_dim - 2 * kv_heads
     groups = heads // kv_heads + 2  # of queries, and one of keys and of values
@@ -89,8 +74,8 @@ def launch(
         scratch_types={
             "halves": tuple(plgpu.SMEM((kv_heads, half), qkv.dtype) for _ in range(2)),
             "turns": plgpu.SMEM((2, kv_heads, half), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=3 + (2 * _AT_ONCE if norms else 0)),
-            **({"weights": plgpu.SMEM((2, _AT_ONCE, half), jnp.float32)} if norms else {}),
+            "full": plgpu.Barrier(num_arrivals=3 + (2 * AT_ONCE if norms else 0)),
+            **({"weights": plgpu.SMEM((2, AT_ONCE, half), jnp.float32)} if norms else {}),
         },
     )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *of_rows, *norms)
     return q.reshape(batch, 1, heads, head_dim), *(jax.freeze(cache).reshape(k.shape) for cache in caches)
@@ -114,7 +99,7 @@ def _rotate(halves: tuple[Any, Any], turns: Any, factor: jax.Array | None, here:
 def _load(weight: Any, smem: Any, full: Any) -> None:
     """Both halves of a weight [2, half], once for each of the heads that are normalised at once."""
     for number in range(2):
-        for head in range(_AT_ONCE):
+        for head in range(AT_ONCE):
             engine.copy_gmem_to_smem(weight.at[number], smem.at[number, head], full)
 
 
@@ -123,7 +108,7 @@ def _normalise_and_rotate(
 ) -> None:
     """As `_rotate`; before they are turned, heads are divided by their root mean square and multiplied by their weight."""
     (heads, half), dtype = halves[0].shape, halves[0].dtype
-    layout = plgpu.Layout.WG_STRIDED((_AT_ONCE, half), half // WARP)  # a head for each warp
+    layout = plgpu.Layout.WG_STRIDED((AT_ONCE, half), half // WARP)  # a head for each warp
 
     def read(ref: Any) -> jax.Array:
         values: jax.Array = plgpu.load(ref, layout=layout, optimized=False)
@@ -132,10 +117,10 @@ def _normalise_and_rotate(
     @pl.when(here)
     def _() -> None:
         of_left, of_right = (read(weights.at[i]) for i in range(2))
-        c, s = (read(turns.at[i, pl.ds(0, _AT_ONCE)]) for i in range(2))  # the same for all heads
+        c, s = (read(turns.at[i, pl.ds(0, AT_ONCE)]) for i in range(2))  # the same for all heads
         turned = []
-        for head in range(0, heads, _AT_ONCE):
-            left, right = (read(smem.at[pl.ds(head, _AT_ONCE)]) for smem in halves)
+        for head in range(0, heads, AT_ONCE):
+            left, right = (read(smem.at[pl.ds(head, AT_ONCE)]) for smem in halves)
             if factor is not None:
                 left, right = left * factor, right * factor
             own = factor_of_squares(sums_of_rows(left * left + right * right), 2 * half, epsilon)
@@ -143,7 +128,7 @@ def _normalise_and_rotate(
             turned.append((left * c - right * s, right * c + left * s))
         for number, both in enumerate(turned):  # after all sums: a store waits for all threads
             for smem, values in zip(halves, both, strict=True):
-                smem[pl.ds(number * _AT_ONCE, _AT_ONCE)] = values.astype(dtype)
+                smem[pl.ds(number * AT_ONCE, AT_ONCE)] = values.astype(dtype)
 
     if factor is not None:
 
