@@ -37,6 +37,7 @@ from mgpu_ops.core import (
     hazards,
     inflight,
     jax_patches,
+    latency,
     lowered_kernels,
     parallel_compile,
     ptxas,
@@ -61,6 +62,7 @@ jax_patches.simplify_bottom_up()
 fast_lowering.lower_fast(jax_patches.is_marked)
 parallel_compile.compile_at_once()
 lowered_kernels.keep_lowered(jax_patches.PREFIX)
+latency.tell_scheduler()
 early_compile.compile_early()
 jax_patches.lower_with_32_bits()
 jax_patches.call_with_numpy()
@@ -326,6 +328,7 @@ class Launch:
     cluster: number of blocks in a cluster along each named axis; {} for none.
     approx_math: exponentials and divisions may be the GPU's fast approximations.
     interpret: run in JAX's GPU interpreter, on any machine, with race detection, instead of compiling.
+    share: of the time of the call that launches it.
     reduces_across_warps: whether some sum or maximum is over elements of several warps, which takes 2 KB of shared memory.
     """
 
@@ -336,6 +339,7 @@ class Launch:
     approx_math: bool = False
     interpret: bool = False
     reduces_across_warps: bool = True
+    share: float = 1.0
 
 
 def kernel(
@@ -392,7 +396,8 @@ def kernel(
         num_threads=launch.warpgroups,
         thread_name="wg",
         kernel_name=launch.name,
-        compiler_params=plgpu.CompilerParams(
+        compiler_params=latency.compiler_params(
+            launch.share,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             approx_math=launch.approx_math,
             reduction_scratch_bytes=_REDUCTION_BYTES if launch.reduces_across_warps else 0,

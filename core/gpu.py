@@ -36,6 +36,7 @@ class Gpu:
     clock_hz: float  # the boost clock; tensor-core-bound kernels run below it
     nvlink_bytes_per_s: float  # one direction, all links together
     source: str
+    shares_sms: bool = False  # with kernels of other streams, as collectives: then one may hold some of the SMs for a while
 
     def flops(self, dtype: str) -> float:
         """FLOP/s of the tensor cores on operands of this dtype: on 8 bits, twice those on 16; on float32 (tf32), half of them.

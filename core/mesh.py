@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax._src import core as _core
 from jax._src import mesh as _mesh
-from jax._src.sharding_impls import ShardingContext
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
 from jax.sharding import AxisType
 
 from mgpu_ops.core import gpu
@@ -54,6 +55,34 @@ def may_be_partitioned(mesh: jax.sharding.AbstractMesh) -> bool:
     if not jax.sharding.get_abstract_mesh().empty and _mesh.get_concrete_mesh().empty:
         return False  # inside `jax.shard_map`, or for no devices
     return AxisType.Auto in mesh.axis_types and mesh.size > 1 and mesh.abstract_device is not None
+
+
+_part: contextvars.ContextVar[bool] = contextvars.ContextVar("a part of a partitioned program", default=False)
+
+
+@contextlib.contextmanager
+def within_part(context: Any) -> Iterator[None]:
+    """What is traced and lowered within, in this `mlir.ModuleContext`, stands for a call on one device.
+
+    With several devices it is what XLA's partitioner puts in the call's place.
+    """
+    token = _part.set(isinstance(context.axis_context, SPMDAxisContext))
+    try:
+        yield
+    finally:
+        _part.reset(token)
+
+
+def is_part() -> bool:
+    """Whether what is traced or lowered now is what XLA's partitioner puts in a call's place."""
+    return _part.get()
+
+
+def is_for_several_devices() -> bool:
+    """Whether what is traced now runs on each of several devices, in a program that may have collectives."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return is_part() or any(size > 1 and kind == AxisType.Manual for size, kind in axes)
 
 
 def is_partitioned(context: Any) -> bool:

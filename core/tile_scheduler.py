@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from mgpu_ops.core.gemm import Tiled, warpgroup_tile
+from mgpu_ops.core.gpu import Gpu
 
 type Int = int | jax.Array  # a number that is known, or a traced int32
 
@@ -25,6 +27,69 @@ def tiles_of_block(tiles: Int, block: Int, blocks: int) -> jax.Array:
     return cdiv(tiles - block, blocks)
 
 
+# --- Rounds of blocks
+
+_FIRST, _FURTHER = 3 / 8, 1 / 2  # of the tiles that are left: what the first round takes, and each further one
+_LEAST = 1 / 16  # of a block's tiles in one round
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    """`tiles` tiles of equal cost, shared among blocks in rounds of `at_once` blocks, as many as run at one time.
+
+    One round makes a persistent kernel. Where another kernel may hold some SMs for a while (`Gpu.shares_sms`), a block that
+    waits for one of these begins when the others end. In several rounds the GPU starts a block of the next one wherever a block
+    has ended. Each takes a part of what is left: the last blocks are short, and there are few beginnings and ends of blocks,
+    which nothing overlaps (some 3 us of a product's).
+
+    Tiles that are computed at the same time are neighbours: those of a block are `at_once` apart.
+
+    sizes: how many tiles a block of each round has. One of the last round may have fewer.
+    """
+
+    tiles: int
+    at_once: int
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(tiles: int, at_once: int, gpu: Gpu, least: int = 1) -> Rounds:
+        """Those of a GPU on which `at_once` blocks run at one time.
+
+        least: tiles of a block, if it has not the last ones.
+        """
+        at_once = min(at_once, tiles)
+        left = math.ceil(tiles / at_once)
+        if not gpu.shares_sms:
+            return Rounds(tiles, at_once, (left,))
+        least, sizes = max(least, math.ceil(left * _LEAST)), []
+        while left:
+            size = math.ceil(left * (_FURTHER if sizes else _FIRST))
+            sizes.append(min(left, max(least, size)))
+            left -= sizes[-1]
+        return Rounds(tiles, at_once, tuple(sizes))
+
+    @property
+    def blocks(self) -> int:
+        """How many there are."""
+        *before, _ = self.sizes
+        return len(before) * self.at_once + min(self.at_once, self.tiles - sum(before) * self.at_once)
+
+    def of_block(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The number of a block's first tile, and how many it has."""
+        first, most = block, jnp.int32(self.sizes[0])
+        for number, (before, size) in enumerate(itertools.pairwise(self.sizes), start=1):
+            is_later = block >= number * self.at_once
+            if before > 1:
+                first += jnp.where(is_later, jnp.int32((before - 1) * self.at_once), 0)
+            if before > size:
+                most -= jnp.where(is_later, jnp.int32(before - size), 0)
+        left = tiles_of_block(self.tiles, first, self.at_once)
+        return first, left if len(self.sizes) == 1 else jnp.minimum(left, most)
+
+
+# --- Tables of assigned tiles
+
+_COLUMNS = 4  # of a table, at least
 AT_ONCE = 1 << 16  # tiles that `assign_heads` assigns one by one
 CACHE_BYTES = 1 << 26
 
@@ -69,20 +134,25 @@ def assign_tiles(costs: Sequence[float], blocks: int) -> np.ndarray:
 
 
 def table_of(assigned: Sequence[Any]) -> np.ndarray:
-    """int32 [blocks, 1 + most tiles of a block], as `AssignedTiles` reads it, from the numbers of each block's tiles."""
-    table = np.zeros((len(assigned), 1 + max(map(len, assigned))), np.int32)
+    """int32 [blocks, 1 + most tiles of a block], as `AssignedTiles` reads it, from the numbers of each block's tiles.
+
+    At least `_COLUMNS`: where the index of a tile is only 0 or 1, the compiler makes a condition of it, which took the backward
+    kernel of attention so many registers that its products no longer overlapped.
+    """
+    table = np.zeros((len(assigned), max(_COLUMNS, 1 + max(map(len, assigned)))), np.int32)
     for block, numbers in enumerate(assigned):
         table[block, : 1 + len(numbers)] = [len(numbers), *numbers]
     return table
 
 
-def assign_heads(costs: np.ndarray, heads: int, waves: float, blocks: int) -> np.ndarray:
+def assign_heads(costs: np.ndarray, heads: int, waves: float, blocks: int, in_rounds: bool = False) -> np.ndarray:
     """`assign_tiles` for `heads` heads of equal tiles: section after section of heads, the longest tiles of a section first.
 
     Args:
       costs: time of each tile of a head. Tile t of head h has the number h * len(costs) + t.
       waves: length of a section, in tiles per block. In short sections, the keys and values that the tiles of a head share
         stay in L2; in long ones, the tiles that start last are shorter, so that blocks end closer together.
+      in_rounds: the table has the blocks of several rounds, as `Rounds` describes them. `blocks` of them run at one time.
 
     Above `AT_ONCE` tiles the sections of the first `AT_ONCE` are assigned once, and this assignment is repeated for the others:
     each time, the block with the least work so far gets the largest share. Blocks still differ by one tile at most.
@@ -91,7 +161,7 @@ def assign_heads(costs: np.ndarray, heads: int, waves: float, blocks: int) -> np
     section = math.ceil(waves * blocks / tiles)
     at_once = max(1, AT_ONCE // (section * tiles)) * section
     if heads <= at_once:
-        return _assign_sections(costs, heads, section, blocks)
+        return _assign_sections(costs, heads, section, blocks, in_rounds)
     loads: Any = np.zeros(blocks)
     assigned: list[list[np.ndarray]] = [[] for _ in range(blocks)]
     tables = {some: _assign_sections(costs, some, section, blocks) for some in {at_once, heads % at_once or at_once}}
@@ -105,7 +175,7 @@ def assign_heads(costs: np.ndarray, heads: int, waves: float, blocks: int) -> np
     return table_of([np.concatenate(numbers) for numbers in assigned])
 
 
-def _assign_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -> np.ndarray:
+def _assign_sections(costs: np.ndarray, heads: int, section: int, blocks: int, in_rounds: bool = False) -> np.ndarray:
     tiles = len(costs)
     uniform = bool((costs == costs[0]).all())
     longest_first = np.argsort(-costs, kind="stable")
@@ -115,9 +185,24 @@ def _assign_sections(costs: np.ndarray, heads: int, section: int, blocks: int) -
         in_order = some[:, None] + longest_first if uniform else some[None, :] + longest_first[:, None]
         order.append(in_order.ravel())
     numbers = np.concatenate(order)
+    if in_rounds:
+        return table_of(_in_rounds(numbers, costs[numbers % tiles], blocks))
     table = assign_tiles(costs[numbers % tiles].tolist(), blocks)
     table[:, 1:] = numbers[table[:, 1:]]
     return table
+
+
+def _in_rounds(numbers: np.ndarray, costs: np.ndarray, at_once: int) -> list[np.ndarray]:
+    """The tiles of each block, in the order in which the GPU starts the blocks. numbers: of all tiles, in their order."""
+    assigned: list[np.ndarray] = []
+    while len(numbers) > 2 * at_once:
+        end = int(np.searchsorted(costs.cumsum(), _FIRST * costs.sum())) + 1
+        rows = assign_tiles(costs[:end].tolist(), at_once)
+        shares = [row[1 : 1 + row[0]] for row in rows if row[0]]
+        shares.sort(key=lambda share: -costs[share].sum())  # the longest one where an SM is free first
+        assigned += [numbers[share] for share in shares]
+        numbers, costs = numbers[end:], costs[end:]
+    return assigned + [numbers[i : i + 1] for i in range(len(numbers))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,9 +157,9 @@ def _joined(call: _Call) -> Any:
             config: Any = found[0]
             _, gpu, interpret = found
             if attention.joins(problem, config):
-                return attention.joined(
-                    problem, config, gpu, turned, q, k, v, out_grad, lse, delta, options, interpret=interpret
-                )
+                arrays = turned, q, k, v, out_grad, lse, delta, options
+                with dispatch.told(attention.BACKWARD, problem, config, gpu):
+                    return attention.joined(problem, config, gpu, *arrays, interpret=interpret)
         gradients = attention.backward_product(of)(q, k, v, inputs, out_grad, lse, delta, out)
         batch, tokens, _, head_dim = q.shape
         joined = call.rotary.backward().run(*(x.reshape(batch * tokens, -1, head_dim) for x in gradients), *turned)

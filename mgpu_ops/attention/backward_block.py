@@ -42,8 +42,8 @@ MOST_PLANNED = 1 << 22  # turns
 
 
 @tile_scheduler.cached
-def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int) -> np.ndarray:
-    """Which thread block works on which kv blocks."""
+def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int, in_rounds: bool = False) -> np.ndarray:
+    """Which thread block works on which kv blocks. There may be more than `blocks`: those of several rounds."""
     costs = _steps(p, c) * (c.tile_q // 64) + TILE_COST
     if in_turns(p, c) and _begin_together(p, c, blocks):
         return _in_circles(len(costs), p.batch * p.kv_heads, blocks)
@@ -54,7 +54,7 @@ def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int) -> np
         return table
     if in_turns(p, c) and in_a_line(p, c):
         return _falling(costs, p.batch * p.kv_heads, c.section_waves, blocks)
-    return tile_scheduler.assign_heads(costs, p.batch * p.kv_heads, waves(c, blocks, sms), blocks)
+    return tile_scheduler.assign_heads(costs, p.batch * p.kv_heads, waves(c, blocks, sms), blocks, in_rounds)
 
 
 def _steps(p: BackwardProblem, c: BackwardConfig) -> np.ndarray:

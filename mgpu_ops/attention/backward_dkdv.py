@@ -41,6 +41,7 @@ from mgpu_ops.attention.launch import (
     Scratch,
     as_blocks,
     as_rows,
+    comes_in_rounds,
     in_panels,
     in_rows,
     optional_refs,
@@ -100,8 +101,10 @@ def launch(
         helper = block.take_turns if in_turns(p, c) else None
         specialize(block.producer, functools.partial(consumers.consume, block, scratch), CONSUMERS, c, gpu, helper)
 
+    # Blocks that take turns are planned in one round.
+    table = schedule(p, c, blocks, gpu.sms, not in_turns(p, c) and comes_in_rounds(gpu, blocks))
     refs = Refs(
-        schedule=schedule(p, c, blocks, gpu.sms),
+        schedule=table,
         q=as_blocks(arrays.q, c.tile_q, p),
         k=as_rows(arrays.k),
         v=as_rows(arrays.v),
@@ -116,8 +119,9 @@ def launch(
     )
     gradient = jax.ShapeDtypeStruct((p.batch, p.kv_tokens, p.kv_heads, p.head_dim), p.dtype)
     out_type = rows_like(gradient), rows_like(gradient), *([] if dq_type is None else [dq_type])
+    share = 1.0 if c.mode == "fused" else 4 / 7  # of the products; the others are those of dq
     dk, dv, *outputs = run(
-        body, "mgpu_ops_flash_attention_backward", blocks, _block_spec(p, c, smem), refs, out_type, interpret
+        body, "mgpu_ops_flash_attention_backward", len(table), _block_spec(p, c, smem), refs, out_type, interpret, share
     )
     if c.mode == "fused":
         dq = (outputs[0] if outputs else engine.frozen(dq, arrays.q, arrays.k)).sum(0)

@@ -28,6 +28,7 @@ from mgpu_ops.attention.launch import (
     Scratch,
     as_blocks,
     as_rows,
+    comes_in_rounds,
     in_panels,
     in_rows,
     optional_refs,
@@ -53,10 +54,10 @@ TILE_COST = 4  # what a q block takes beside its kv blocks, in kv blocks
 
 
 @tile_scheduler.cached
-def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int) -> np.ndarray:
+def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int, in_rounds: bool) -> np.ndarray:
     """Which thread block works on which q blocks."""
     steps = kv_blocks(p, TILE_Q, TILE_KV)
-    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, waves(c, blocks, sms), blocks)
+    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, waves(c, blocks, sms), blocks, in_rounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,8 +277,9 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
             "v": Pipeline.barriers(v_stages, copies=part.panels, consumers=CONSUMERS),
         },
     )
+    table = _schedule(p, c, blocks, gpu.sms, comes_in_rounds(gpu, blocks))
     refs = BackwardRefs(
-        schedule=_schedule(p, c, blocks, gpu.sms),
+        schedule=table,
         q=as_rows(arrays.q),
         k=as_blocks(arrays.k, TILE_KV, p),
         v=as_rows(arrays.v),
@@ -286,5 +288,5 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
         delta=pad_tokens(arrays.delta, TILE_Q),
         optional=optional,
     )
-    (dq,) = run(body, "mgpu_ops_flash_attention_dq", blocks, spec, refs, (rows_like(arrays.q),), interpret)
+    (dq,) = run(body, "mgpu_ops_flash_attention_dq", len(table), spec, refs, (rows_like(arrays.q),), interpret, 3 / 7)
     return dq.reshape(arrays.q.shape)

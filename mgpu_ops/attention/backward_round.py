@@ -27,6 +27,8 @@ from mgpu_ops.core import engine, fragments
 from mgpu_ops.core.rows import load_rows, store_rows
 from mgpu_ops.core.tile_scheduler import Int
 
+_SHARE = 0.05  # of the backward pass' time, about
+
 
 def tiles_shape(p: BackwardProblem, rows: int) -> tuple[int, int, int]:
     """Of dq with `rows` padded query rows: [tiles of 64 rows, panels, float32 of a panel]."""
@@ -76,7 +78,9 @@ def launch(p: BackwardProblem, dq: Tiles, arrays: BackwardArrays, interpret: boo
             store_rows(staging.at[panel], out, start + row, start + p.q_tokens, head * p.head_dim + panel * PANEL)
         plgpu.wait_smem_to_gmem(0)
 
-    launch = engine.Launch("mgpu_ops_flash_attention_round_dq", {"tile": tiles}, warpgroups=1, interpret=interpret)
+    launch = engine.Launch(
+        "mgpu_ops_flash_attention_round_dq", {"tile": tiles}, warpgroups=1, interpret=interpret, share=_SHARE
+    )
     scratch = {"staging": swizzled((panels, ROWS, PANEL), p.dtype)}
     out = engine.kernel(body, launch, out_type=rows_like(arrays.q), scratch_types=scratch)(*given, arrays.inputs.options)
     return out.reshape(arrays.q.shape)
@@ -97,7 +101,9 @@ def launch_joined(
     """
     cut = _Cut(p, blocks=dq.values.shape[0] // p.q_heads // p.batch)
     cos, sin = (jnp.pad(x, ((0, cut.blocks * ROWS - p.q_tokens), (0, 0))) for x in turned)
-    launch = engine.Launch("mgpu_ops_flash_attention_join", {"tile": cut.tiles}, warpgroups=1, interpret=interpret)
+    launch = engine.Launch(
+        "mgpu_ops_flash_attention_join", {"tile": cut.tiles}, warpgroups=1, interpret=interpret, share=_SHARE
+    )
     scratch = {
         "heads": swizzled((cut.at_once, 2, ROWS, PANEL), p.dtype),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=cut.at_once),

@@ -537,7 +537,12 @@ def _add_up(
     return engine.kernel(
         body,
         engine.Launch(
-            "mgpu_ops_flash_decoding_sum", {"block": -(-size // _COLUMNS)}, warpgroups=1, approx_math=True, interpret=interpret
+            "mgpu_ops_flash_decoding_sum",
+            {"block": -(-size // _COLUMNS)},
+            warpgroups=1,
+            approx_math=True,
+            interpret=interpret,
+            share=0.0,
         ),
         out_type=(
             jax.ShapeDtypeStruct((-(-size // _COLUMNS) * _COLUMNS,), p.dtype),

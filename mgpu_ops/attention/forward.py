@@ -35,6 +35,7 @@ from mgpu_ops.attention.launch import (
     Scratch,
     as_blocks,
     as_rows,
+    comes_in_rounds,
     in_panels,
     in_rows,
     optional_refs,
@@ -60,10 +61,10 @@ TILE_COST = 4  # what an output tile takes beside its kv blocks, in kv blocks: m
 
 
 @tile_scheduler.cached
-def _schedule(p: Problem, c: Config, blocks: int) -> np.ndarray:
+def _schedule(p: Problem, c: Config, blocks: int, in_rounds: bool) -> np.ndarray:
     """Which thread block works on which output tiles."""
     steps = kv_blocks(p, ROWS * c.compute_warpgroups, c.tile_kv)
-    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks)
+    return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks, in_rounds)
 
 
 def _own_tiles(p: Problem, c: Config, blocks: int) -> bool:
@@ -590,9 +591,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             **({"bias": bias_barriers} if "bias" in smem else {}),
         },
     )
-    schedule = None if _own_tiles(p, c, blocks) else _schedule(p, c, blocks)
+    schedule = None if _own_tiles(p, c, blocks) else _schedule(p, c, blocks, comes_in_rounds(gpu, blocks))
     refs = _Refs(schedule, as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
     out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_d), q.dtype)
     out_type = rows_like(out_like), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)
-    out, lse = run(body, "mgpu_ops_flash_attention", blocks, spec, refs, out_type, interpret)
+    out, lse = run(
+        body, "mgpu_ops_flash_attention", blocks if schedule is None else len(schedule), spec, refs, out_type, interpret
+    )
     return out.reshape(out_like.shape)[..., :v_dim], lse[:, :, : p.q_tokens]

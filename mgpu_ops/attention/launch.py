@@ -50,10 +50,12 @@ def run(
     inputs: Any,
     out_type: Sequence[jax.ShapeDtypeStruct],
     interpret: bool,
+    share: float = 1.0,
 ) -> tuple[jax.Array, ...]:
     """The outputs of body(refs of `inputs`, refs of the outputs, scratch), run by `blocks` persistent thread blocks.
 
-    inputs: a pytree of arrays, as a dataclass of them; the body receives the same pytree of refs.
+    inputs: a pytree of arrays, as a dataclass of them; the body receives the same pytree of refs. share: of the
+      call's time.
     """
     arrays, tree = jax.tree.flatten(inputs)
 
@@ -62,7 +64,7 @@ def run(
 
     warpgroups = spec.consumers + 1 + spec.helpers
     launch = engine.Launch(
-        name, {"block": blocks}, warpgroups, approx_math=True, interpret=interpret, reduces_across_warps=False
+        name, {"block": blocks}, warpgroups, approx_math=True, interpret=interpret, reduces_across_warps=False, share=share
     )
     scratch = {
         "accumulators": engine.Accumulators(tuple(spec.accumulators), spec.consumers),
@@ -70,6 +72,11 @@ def run(
         "barriers": dict(spec.barriers),
     }
     return engine.kernel(with_trees, launch, out_type=tuple(out_type), scratch_types=scratch)(*arrays)
+
+
+def comes_in_rounds(gpu: Gpu, blocks: int) -> bool:
+    """Whether blocks come in several rounds (`tile_scheduler.Rounds`): where there are more than run at one time, they do."""
+    return gpu.shares_sms and blocks <= gpu.sms
 
 
 def specialize(

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.tile_scheduler import Rounds
 from mgpu_ops.cross_entropy.problem import LANES, Config, Problem
 
 LOG2E = math.log2(math.e)
@@ -43,7 +44,7 @@ def launch(
     in_place: the gradient takes the place of the logits, if these can be read before.
     """
     p, c = problem, config
-    blocks, parts = min(p.rows, gpu.sms * c.blocks), (p.vocabulary // LANES, LANES)
+    rounds, parts = Rounds.of(p.rows, gpu.sms * c.blocks, gpu), (p.vocabulary // LANES, LANES)
     tile, dtype = (c.tile // LANES, LANES), jnp.dtype(p.dtype)
     # Of two stages none is free for a last tile's logits while the tile before it is still to be stored.
     in_place = in_place and p.gradient and (p.vocabulary % c.tile == 0 or c.stages > 2)
@@ -58,11 +59,11 @@ def launch(
     name = f"mgpu_ops_cross_entropy{'_gradient' * p.gradient}"
 
     def kernel(*refs: Any, smem: Any, full: Any, **more: Any) -> None:
-        body(_Rows(p, c, blocks, refs[0], smem, full, in_place), *refs, *refs[: int(in_place)], **more)
+        body(_Rows(p, c, rounds, refs[0], smem, full, in_place), *refs, *refs[: int(in_place)], **more)
 
     run = engine.kernel(
         kernel,
-        engine.Launch(name, {"block": blocks}, warpgroups=1, approx_math=True, interpret=interpret),
+        engine.Launch(name, {"block": rounds.blocks}, warpgroups=1, approx_math=True, interpret=interpret),
         out_type=() if in_place else jax.ShapeDtypeStruct((p.rows, *parts), dtype) if p.gradient else (number, number),
         scratch_types=scratch,
     )
@@ -81,7 +82,7 @@ class _Rows:
 
     problem: Problem
     config: Config
-    blocks: int
+    rounds: Rounds
     logits: Any  # [rows, vocabulary / 128, 128]
     smem: Any  # [stages, tile / 128, 128]
     full: Any
@@ -127,9 +128,8 @@ class _Rows:
         carry. at: the tile's first part of the row. values: float32 [tile / 128, 128]. before: how many of its first parts were
         in the tile before. i: counts the tiles of all rows.
         """
-        first, stride = lax.axis_index("block"), self.blocks
-        rows = lax.div(self.problem.rows - first + stride - 1, stride)
-        count, ahead = rows * self.tiles, self.config.stages - 1
+        first, rows = self.rounds.of_block(lax.axis_index("block"))
+        stride, count, ahead = self.rounds.at_once, rows * self.tiles, self.config.stages - 1
 
         def load(i: jax.Array) -> None:
             stage = lax.rem(i, jnp.int32(self.config.stages))

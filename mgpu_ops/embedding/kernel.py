@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import WARPGROUP
+from mgpu_ops.core.tile_scheduler import Rounds
 from mgpu_ops.embedding.problem import Config, Problem, word
 
 
@@ -26,14 +27,19 @@ def launch(
     """The table's gradient, [vocabulary, width] of g [tokens, width] and tokens [tokens], int32 in [0, vocabulary)."""
     p, c, dtype = problem, config, jnp.dtype(problem.dtype)
     of_a_thread = word(p)
-    blocks, shape = min(p.vocabulary, gpu.sms * c.blocks), (p.width // (WARPGROUP * of_a_thread), WARPGROUP * of_a_thread)
+    rounds, shape = (
+        Rounds.of(p.vocabulary, gpu.sms * c.blocks, gpu),
+        (p.width // (WARPGROUP * of_a_thread), WARPGROUP * of_a_thread),
+    )
     order, starts, first = by_word(p, tokens)
     layout = plgpu.Layout.WG_STRIDED(shape, of_a_thread)
 
     def kernel(g: Any, order: Any, starts: Any, first: Any, out: Any) -> None:
+        first_word, count = rounds.of_block(lax.axis_index("block"))
+
         def of_word(i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Where the tokens of this block's word number i begin and end, and the first of them."""
-            number = jnp.minimum(lax.axis_index("block") + i * blocks, p.vocabulary - 1)
+            number = jnp.minimum(first_word + i * rounds.at_once, p.vocabulary - 1)
             return starts[number], starts[number + 1], first[number]
 
         def sum_up(i: jax.Array, this: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -56,13 +62,12 @@ def launch(
 
             total = lax.fori_loop(0, many, some, total)
             total = lax.fori_loop(begin + many * c.loads, end, lambda j, total: add([order[j]], total), total)
-            out[lax.axis_index("block") + i * blocks] = total.astype(dtype)
+            out[first_word + i * rounds.at_once] = total.astype(dtype)
             return following
 
-        count = lax.div(p.vocabulary - lax.axis_index("block") + blocks - 1, jnp.int32(blocks))
         lax.fori_loop(0, count, sum_up, of_word(jnp.int32(0)))
 
-    launch = engine.Launch("mgpu_ops_embedding_gradient", {"block": blocks}, warpgroups=1, interpret=interpret)
+    launch = engine.Launch("mgpu_ops_embedding_gradient", {"block": rounds.blocks}, warpgroups=1, interpret=interpret)
     out = jax.ShapeDtypeStruct((p.vocabulary, *shape), dtype)
     run = engine.kernel(kernel, launch, out_type=out, scratch_types={})
     return run(g.reshape(p.rows, *shape), order, starts, first).reshape(p.vocabulary, p.width)

@@ -23,12 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterShares, ClusterSum
 from mgpu_ops.core.epilogue import deferred_stores
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul import algorithms
@@ -81,7 +80,7 @@ from mgpu_ops.matmul.store import (
     store_share,
     store_slots,
 )
-from mgpu_ops.matmul.work import Place, Tile, Work, clusters_of_tiles, ends_with_rows, step_of_k, tile_of
+from mgpu_ops.matmul.work import Place, Tile, Work, ends_with_rows, step_of_k, tile_of
 
 
 def _keep_finite_at_end(work: Work, acc: Any, at: Tile, k: jax.Array) -> None:
@@ -110,7 +109,7 @@ def _kernel(
     epilogue = {"out_smem": out_smem, "cluster_sum": cluster_sum, "residual_arrived": residual_arrived}
     scales = (of.scale_a, of.scale_b) if p.scales == "block" else ()
     steps, last = k_steps(p, c), last_step(p, c)
-    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    own_tiles = work.own_tiles()
 
     # Consumers run `step` when the stage is full, and declare it empty after it. The producer meanwhile loads up to
     # `max_concurrent_steps` steps ahead, also over the end of an output tile.
@@ -180,7 +179,7 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
     p, c = work.problem, work.config
     of, steps, slabs = refs_of(p, *refs), k_steps(p, c), residual_steps(p, c)
     each_tile = steps + slabs
-    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    own_tiles = work.own_tiles()
     pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
     number, in_flight = epilogue_tiles(c), int(c.max_concurrent_steps >= _STAGES_AHEAD)
 
@@ -268,7 +267,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     flips = computes_transposed(c)
     p, c = as_computed(p, c)
     cluster = cluster_size(c)
-    work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), flips)
+    work = Work.of(p, c, gpu, transposed=flips)
     anywhere = (1, p.batch, m, n)
     operands = (b, a) if flips else (a, b)
     if widened(p, c):
@@ -277,7 +276,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         _body(work, gpu),
         engine.Launch(
             "mgpu_ops_matmul",
-            grid={"block": work.blocks},
+            grid={"block": work.rounds.blocks},
             cluster={"cluster": cluster},
             warpgroups=c.compute_warpgroups + has_producer(c),
             approx_math=p.activation != "none",

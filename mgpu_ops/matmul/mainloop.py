@@ -40,7 +40,7 @@ from mgpu_ops.matmul.problem import (
     transposed,
 )
 from mgpu_ops.matmul.store import load_residual_slab
-from mgpu_ops.matmul.work import Tile, Work, clusters_of_tiles, step_of_k, tile_of
+from mgpu_ops.matmul.work import Tile, Work, step_of_k, tile_of
 
 
 def load(work: Work, a_ref: Any, *b_refs: Any, shifts: Sequence[int] = ()) -> list[Any]:
@@ -343,8 +343,8 @@ def compute_ahead(
 
     refs: A and B. begin(t) and finish(t, accumulator): what a consumer does before and after the multiplication of tile t.
     """
-    p, c, steps = work.problem, work.config, k_steps(work.problem, work.config)
-    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    c, steps = work.config, k_steps(work.problem, work.config)
+    own_tiles = work.own_tiles()
     pipeline, turns = Pipeline(c.max_concurrent_steps, stages.full, stages.empty), c.compute_warpgroups
 
     def its_pipeline(t: jax.Array) -> Pipeline:

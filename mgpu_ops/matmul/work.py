@@ -15,11 +15,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.core import tile_scheduler, tma
 from mgpu_ops.core.epilogue import Copy
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
+from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
-from mgpu_ops.core.tile_scheduler import Int
+from mgpu_ops.core.limits import resident_clusters
+from mgpu_ops.core.tile_scheduler import Int, Rounds
 from mgpu_ops.matmul.problem import (
     Config,
     Problem,
+    cluster_size,
     columns_of_b,
     crowds,
     k_steps,
@@ -32,15 +35,25 @@ from mgpu_ops.matmul.problem import (
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a launch computes, and by how many blocks or, where config.cluster is not "none", clusters.
+    """What a launch computes, and by which blocks or, where config.cluster is not "none", clusters.
 
     Problem and config are those of `as_computed`. transposed: tiles are of out^T, and are transposed again when stored.
     """
 
     problem: Problem
     config: Config
-    blocks: int
+    rounds: Rounds
     transposed: bool
+
+    @staticmethod
+    def of(problem: Problem, config: Config, gpu: Gpu, *, transposed: bool = False) -> Work:
+        at_once = resident_clusters(cluster_size(config), gpu)
+        least = config.compute_warpgroups if config.takes_turns else 1
+        return Work(problem, config, Rounds.of(clusters_of_tiles(problem, config), at_once, gpu, least), transposed)
+
+    def own_tiles(self) -> jax.Array:
+        """How many output tiles this block has."""
+        return self.rounds.of_block(lax.axis_index("block"))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +77,7 @@ def tile_of(work: Work, step: jax.Array) -> Tile:
     down, across = neighbours(c)
     rows, columns = math.ceil(rows / down), math.ceil(columns / across)
     # The number of a cluster of tiles: product after product, and within one in the order of `raster`.
-    index = step * work.blocks + lax.axis_index("block")
+    index = step * work.rounds.at_once + work.rounds.of_block(lax.axis_index("block"))[0]
     batch, index = (
         (lax.div(index, jnp.int32(rows * columns)), lax.rem(index, jnp.int32(rows * columns)))
         if p.batch > 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -9,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from mgpu_ops.core import gpu
+from mgpu_ops.core import gpu, latency, mesh
 from mgpu_ops.registry import capture, resolution
 from mgpu_ops.registry.spec import Config, OpSpec, Problem, baseline_of
 
@@ -67,6 +68,8 @@ def choose_for(name: str, what: Any, supports: Callable[[gpu.Gpu], str | None], 
     if backend == "interpret":  # four SMs: enough for blocks to meet and tiles to follow each other, few threads to simulate
         hopper = device if device is not None and device.architecture == "hopper" else gpu.find("h200")
         device = dataclasses.replace(hopper, sms=4)
+    if device is not None and mesh.is_for_several_devices():
+        device = dataclasses.replace(device, shares_sms=True)
     reason = "no NVIDIA GPU is in use" if device is None else supports(device)
     if reason is None:
         return Choice("interpret" if backend == "interpret" else "mosaic", device, None)
@@ -105,7 +108,13 @@ def run(
             instead = functools.partial(baseline.run, problem)
         if callable(instead):
             return instead(*arrays)
-    return spec.run(problem, found.config, choice.device, *arrays, interpret=choice.backend == "interpret")
+    with told(spec, problem, found.config, choice.device):
+        return spec.run(problem, found.config, choice.device, *arrays, interpret=choice.backend == "interpret")
+
+
+def told(spec: OpSpec, problem: Problem, config: Config, device: gpu.Gpu) -> contextlib.AbstractContextManager[None]:
+    """Where an op's kernels are launched: XLA's scheduler then knows their time, in programs with collectives to hide."""
+    return latency.of_call(spec.cost(problem, config, device) if device.shares_sms else 0.0)
 
 
 def kernel_of(

@@ -343,7 +343,8 @@ def _operation() -> Any:
 
     def lower(ctx: Any, *values: Any, call: _Call, outputs: tuple[Any, ...]) -> Any:
         if not mesh.is_partitioned(ctx.module_context):
-            return mlir.lower_fun(call.leaves, multiple_results=True)(ctx, *values)
+            with mesh.within_part(ctx.module_context):
+                return mlir.lower_fun(call.leaves, multiple_results=True)(ctx, *values)
         results = mlir.lower_fun(_custom(call, outputs), multiple_results=True)(ctx, *values)
         _name(results[0].owner, call)
         return results

@@ -226,7 +226,7 @@ def _agreed(query: _Query, found: Resolution) -> Resolution:
         return found
     fields = msgspec.json.encode(dataclasses.asdict(problem)).decode()
     mine = msgspec.json.encode(_Agreed(found.runs, dataclasses.asdict(found.config))).decode()
-    first = job.first(f"config/{gpu.key}/{spec.name}/{spec.version}/{fields}", mine)
+    first = job.first(f"config/{gpu.key}{'/shared' * gpu.shares_sms}/{spec.name}/{spec.version}/{fields}", mine)
     if first == mine:
         return found
     here = f"{found.config} from {_place(found, problem)}{', through XLA' * (found.runs == 'xla')}"
@@ -369,6 +369,7 @@ def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] |
             return found
         query.note("xla", unmeasured)
         return dataclasses.replace(found, runs="xla")
+    times = dataclasses.replace(times, shares_sms=gpu.shares_sms)
     query.note("xla", f"{times}: XLA runs where the kernel takes {times.margin:g} of its time or more")
     return dataclasses.replace(found, runs=times.winner, times=times)
 

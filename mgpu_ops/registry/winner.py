@@ -11,6 +11,9 @@ An entry of another GPU of the family must have it faster by `FAMILY_MARGIN`. Wh
   nearest: the logarithm of its ratio of times halves with each unit of `OpSpec.distance`, as what it says of this problem.
 Where nothing is known of the baseline, the kernel runs. But where the op has a reason to wait (`OpSpec.unmeasured`), models do
 not count, and XLA runs until the kernel was measured for this problem, or for a near one for which the reason is the same.
+
+In a program over several devices a long kernel runs unless XLA's is faster by `SHARED_MARGIN`: XLA's keep all SMs to their end,
+and a collective that could run beside them waits. Ours free some earlier (`tile_scheduler.Rounds`).
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem, baseline_o
 MEASURED_MARGIN = 1.01  # times as fast as the kernel XLA must be in an entry's run: less is noise
 FAMILY_MARGIN = 1.03  # times as fast it must be on another GPU
 NEAR_MARGIN = 1.0  # by a near problem, whichever is faster
+SHARED_MARGIN = 1.05  # in a program over several devices, of kernels of at least _LONG
+_LONG = 100  # microseconds: beside shorter ones no collective would be done
 
 type Winner = Literal["kernel", "xla"]
 
@@ -42,16 +47,18 @@ class Times:
     baseline: str
     how: Literal["measured", "family", "modelled", "near"]
     modelled_margin: float = 1.0  # of the op
+    shares_sms: bool = False  # `Gpu.shares_sms`
 
     @property
     def margin(self) -> float:
         """How many times as fast as the kernel the baseline must be to win."""
-        return {
+        margin = {
             "measured": MEASURED_MARGIN,
             "family": FAMILY_MARGIN,
             "near": NEAR_MARGIN,
             "modelled": self.modelled_margin,
         }[self.how]
+        return max(margin, SHARED_MARGIN) if self.shares_sms and self.kernel_us >= _LONG else margin
 
     @property
     def winner(self) -> Winner:

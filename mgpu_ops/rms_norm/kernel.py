@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.row_norm import row_factor
+from mgpu_ops.core.tile_scheduler import Rounds
 from mgpu_ops.rms_norm.problem import LANES, Config, Problem, inputs_of_a_row, reads_again
 
 
@@ -36,11 +37,11 @@ def launch(
 ) -> Any:
     """The normalised rows; or with g, and a gradient that is added, (dx, dw), dw of float32."""
     p, c = problem, config
-    blocks, parts, dtype = min(p.rows, gpu.sms * c.blocks), (p.width // LANES, LANES), jnp.dtype(p.dtype)
+    rounds, parts, dtype = Rounds.of(p.rows, gpu.sms * c.blocks, gpu), (p.width // LANES, LANES), jnp.dtype(p.dtype)
     rows, read = jax.ShapeDtypeStruct((p.rows, *parts), dtype), inputs_of_a_row(p)
 
     def kernel(w: Any, epsilon: Any, *refs: Any, **scratch: Any) -> None:
-        of = _Rows(p, c, blocks, refs[:read], **scratch)
+        of = _Rows(p, c, rounds, refs[:read], **scratch)
         of.load_weights(w)
         (_gradient if p.gradient else _forward)(of, epsilon[0], *refs[read:])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
@@ -49,12 +50,12 @@ def launch(
         kernel,
         engine.Launch(
             f"mgpu_ops_rms_norm{'_gradient' * p.gradient}",
-            {"block": blocks},
+            {"block": rounds.blocks},
             warpgroups=1,
             approx_math=True,
             interpret=interpret,
         ),
-        out_type=(rows, jax.ShapeDtypeStruct((blocks, *parts), jnp.float32)) if p.gradient else rows,
+        out_type=(rows, jax.ShapeDtypeStruct((rounds.blocks, *parts), jnp.float32)) if p.gradient else rows,
         scratch_types={
             "smem": tuple(plgpu.SMEM((c.stages, *parts), dtype) for _ in range(read)),
             "w_smem": plgpu.SMEM(parts, dtype),
@@ -76,7 +77,7 @@ class _Rows:
 
     problem: Problem
     config: Config
-    blocks: int
+    rounds: Rounds
     refs: tuple[Any, ...]  # arrays of x's shape, [rows, width / 128, 128]
     smem: tuple[Any, ...]  # of each, [stages, width / 128, 128]
     w_smem: Any
@@ -95,8 +96,8 @@ class _Rows:
 
         read(): float32 values of each array. store(out, values): starts to store them as this row of `out`; once for each row.
         """
-        first, stride = lax.axis_index("block"), self.blocks
-        count, ahead = lax.div(self.problem.rows - first + stride - 1, stride), self.config.stages - 1
+        first, count = self.rounds.of_block(lax.axis_index("block"))
+        stride, ahead = self.rounds.at_once, self.config.stages - 1
 
         def load(i: jax.Array) -> None:
             stage = lax.rem(i, jnp.int32(self.config.stages))

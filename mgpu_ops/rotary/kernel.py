@@ -27,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.core import engine
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.row_norm import factor_of_squares, sums_of_rows
+from mgpu_ops.core.tile_scheduler import Rounds
 from mgpu_ops.rotary.problem import Config, Problem, heads_at_once
 
 _TOGETHER = 2  # groups of heads that are normalised before any is stored: a store waits for all threads, sums for some
@@ -40,18 +41,18 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
     gradients of the weights too.
     """
     p, c, half, dtype = problem, config, problem.head_dim // 2, jnp.dtype(problem.dtype)
-    blocks, at_once, sums = min(p.rows, gpu.sms * c.blocks), heads_at_once(p), p.normalised and p.gradient
+    rounds, at_once, sums = Rounds.of(p.rows, gpu.sms * c.blocks, gpu), heads_at_once(p), p.normalised and p.gradient
     given, turned, norms = arrays[: p.by_row], arrays[p.by_row : p.by_row + 2], arrays[p.by_row + 2 :]
     apart = tuple(jax.ShapeDtypeStruct((p.rows, heads, 2, half), dtype) for heads in p.parts)
     joined = jax.ShapeDtypeStruct((p.rows, sum(p.parts), 2, half), dtype)
     count, kinds = 3 if p.gradient else 1, _kinds(p)
-    parts = jax.ShapeDtypeStruct((blocks, len(kinds), 2, at_once, half), jnp.float32)  # of the weights' gradients
+    parts = jax.ShapeDtypeStruct((rounds.blocks, len(kinds), 2, at_once, half), jnp.float32)  # of the weights' gradients
 
     def kernel(*refs: Any, **scratch: Any) -> None:
         refs, outs = refs[: len(arrays)], refs[len(arrays) :]
         norm = _Norm(p, refs[count : p.by_row], refs[p.by_row + 2 :], **scratch.pop("norm")) if p.normalised else None
         totals = _Rows(
-            p, c, blocks, refs[:count], outs[: len(outs) - sums], refs[p.by_row : p.by_row + 2], norm, **scratch
+            p, c, rounds, refs[:count], outs[: len(outs) - sums], refs[p.by_row : p.by_row + 2], norm, **scratch
         ).run()
         for kind, halves in enumerate(totals):
             for number, total in enumerate(halves):
@@ -72,7 +73,7 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
         kernel,
         engine.Launch(
             f"mgpu_ops_rotary{'_normalised' * p.normalised}{'_gradient' * p.gradient}",
-            {"block": blocks},
+            {"block": rounds.blocks},
             warpgroups=1,
             approx_math=False,
             interpret=interpret,
@@ -185,7 +186,7 @@ class _Rows:
 
     problem: Problem
     config: Config
-    blocks: int
+    rounds: Rounds
     given: tuple[Any, ...]
     outs: tuple[Any, ...]
     turned: tuple[Any, ...]
@@ -203,8 +204,8 @@ class _Rows:
                 yield ref.at[row, :, number], half.at[stage, pl.ds(begin, heads)]
             begin += heads
 
-    def _load(self, i: jax.Array) -> None:
-        row, stage = lax.axis_index("block") + i * self.blocks, lax.rem(i, jnp.int32(self.config.stages))
+    def _load(self, first: jax.Array, i: jax.Array) -> None:
+        row, stage = first + i * self.rounds.at_once, lax.rem(i, jnp.int32(self.config.stages))
         copies = [*self._parts(self.given, row, stage), *(self.norm.copies(row, stage) if self.norm else ())]
         for ref, smem in copies:
             engine.copy_gmem_to_smem(ref, smem, self.full.at[stage])
@@ -245,17 +246,18 @@ class _Rows:
 
     def run(self) -> list[Halves]:
         """Returns this block's sums of the weights' gradients, of each kind of group; none where there are none."""
-        p, first, stride, stages = self.problem, lax.axis_index("block"), self.blocks, self.config.stages
-        count, ahead = lax.div(p.rows - first + stride - 1, jnp.int32(stride)), stages - 2
+        p, stages, stride = self.problem, self.config.stages, self.rounds.at_once
+        first, count = self.rounds.of_block(lax.axis_index("block"))
+        ahead = stages - 2
 
         for i in range(ahead):
-            pl.when(i < count)(functools.partial(self._load, jnp.int32(i)))
+            pl.when(i < count)(functools.partial(self._load, first, jnp.int32(i)))
         held = self.norm.load(self.turns) if self.norm else None
 
         def step(i: jax.Array, totals: dict[int, Halves]) -> dict[int, Halves]:
             # Into the stage of the row before the last one, whose stores have had a row's time to read it.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            pl.when(i + ahead < count)(lambda: self._load(i + ahead))
+            pl.when(i + ahead < count)(lambda: self._load(first, i + ahead))
             stage = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(self.full.at[stage])
             totals = self._rotate(stage, held, totals)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import heapq
 import itertools
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_ops.core import tile_scheduler
-from mgpu_ops.core.tile_scheduler import Groups, OrderedGroups, StaticScheduler
+from mgpu_ops.core import gpu, tile_scheduler
+from mgpu_ops.core.tile_scheduler import Groups, OrderedGroups, Rounds, StaticScheduler
 from tests.thorough import examples
 
 
@@ -23,6 +26,57 @@ def test_blocks_that_take_turns_cover_every_tile_once(tiles, blocks):
     counts = tile_scheduler.tiles_of_block(tiles, np.arange(200, dtype=np.int32), blocks)[:blocks]
     assert counts.dtype == jnp.int32
     assert counts.tolist() == [len(range(block, tiles, blocks)) for block in range(blocks)]
+
+
+# --- rounds of blocks
+
+ALONE = gpu.find("h200")
+SHARED = dataclasses.replace(ALONE, shares_sms=True)
+
+
+def tiles_of_rounds(rounds: Rounds) -> list[list[int]]:
+    """The tiles of each block."""
+    firsts, counts = rounds.of_block(jnp.arange(rounds.blocks, dtype=jnp.int32))
+    assert firsts.dtype == counts.dtype == jnp.int32
+    return [
+        list(range(f, f + c * rounds.at_once, rounds.at_once)) for f, c in zip(firsts.tolist(), counts.tolist(), strict=True)
+    ]
+
+
+@given(st.integers(1, 5000), st.integers(1, 200), st.sampled_from([ALONE, SHARED]))
+def test_blocks_of_all_rounds_have_every_tile_once_and_none_is_idle(tiles, at_once, device):
+    of_blocks = tiles_of_rounds(Rounds.of(tiles, at_once, device))
+    assert sorted(itertools.chain(*of_blocks)) == list(range(tiles))
+    assert all(of_blocks)
+    if device is ALONE:
+        assert len(of_blocks) == min(tiles, at_once)
+
+
+@given(st.integers(1, 5000), st.integers(1, 200), st.integers(1, 3))
+def test_rounds_grow_shorter_until_a_block_has_a_small_part_of_a_whole_ones_tiles(tiles, at_once, least):
+    rounds = Rounds.of(tiles, at_once, SHARED, least)
+    whole = -(-tiles // at_once)
+    assert list(rounds.sizes[1:]) == sorted(rounds.sizes[1:], reverse=True)
+    assert rounds.sizes[0] <= max(least, -(-3 * whole // 8))
+    assert rounds.sizes[-1] <= max(least, -(-whole // 16))
+    assert all(size >= least for size in rounds.sizes[:-1])
+
+
+def end(costs: Iterable[float], at_once: int, late: int = 0, until: float = 0.0) -> float:
+    """When the last block ends, where a GPU gives each SM that is idle the next block, and some SMs are free only later."""
+    idle = [0.0] * (at_once - late) + [until] * late
+    for cost in costs:
+        heapq.heapreplace(idle, idle[0] + cost)
+    return max(idle)
+
+
+@pytest.mark.parametrize("tiles", [1024, 1536, 1792, 7168])
+def test_a_kernel_in_rounds_needs_little_longer_where_some_sms_are_taken_for_half_of_it(tiles):
+    alone, shared = ([len(x) for x in tiles_of_rounds(Rounds.of(tiles, 132, device))] for device in (ALONE, SHARED))
+    whole = tiles / 132
+    assert end(alone, 132, 16, whole / 2) > 1.4 * whole
+    assert end(shared, 132, 16, whole / 2) < 1.1 * whole + 1  # 1.06, and a tile
+    assert end(shared, 132) <= end(alone, 132)
 
 
 @functools.cache
@@ -95,6 +149,40 @@ def test_heads_are_dealt_section_after_section_their_longest_tiles_first(costs, 
     for share in shares:
         order = [(number // tiles // section, -costs[number % tiles]) for number in share]
         assert order == sorted(order)
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 20), st.sampled_from([1, 2, 1024]), st.integers(1, 9)
+)
+def test_heads_in_rounds_are_dealt_once_each_the_last_tiles_one_by_one(costs, heads, waves, blocks):
+    tiles = len(costs)
+    shares = assigned(tile_scheduler.assign_heads(np.array(costs), heads, waves, blocks, True))
+    assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
+    assert all(shares)
+    if heads * tiles > blocks:
+        assert all(len(share) == 1 for share in shares[-blocks:])
+
+
+def test_causal_tiles_in_rounds_need_little_longer_where_some_sms_are_taken_for_half_of_it():
+    costs = np.arange(1, 65) + 4  # kv blocks of 8192 tokens
+    alone, shared = (
+        [
+            sum(costs[number % 64] for number in share)
+            for share in assigned(tile_scheduler.assign_heads(costs, 32, 4, 132, rounds))
+        ]
+        for rounds in (False, True)
+    )
+    whole = 32 * costs.sum() / 132
+    assert end(alone, 132, 16, whole / 2) > 1.4 * whole
+    assert end(shared, 132, 16, whole / 2) < 1.1 * whole
+    assert end(shared, 132) < 1.02 * whole
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 9])
+def test_tables_have_four_columns_at_least_so_that_no_index_is_a_condition(most):
+    table = tile_scheduler.table_of([range(most), range(1)])
+    assert table.shape == (2, max(4, 1 + most))
+    assert assigned(table) == [list(range(most)), [0]]
 
 
 @examples(10)

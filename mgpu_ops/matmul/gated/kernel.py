@@ -22,12 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine
 from mgpu_ops.core.epilogue import epilogue_origins
 from mgpu_ops.core.gated import gate_stored, store_gated, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import resident_clusters
 from mgpu_ops.matmul.gated.problem import (
     SLOTS,
     Config,
@@ -41,7 +40,7 @@ from mgpu_ops.matmul.gated.problem import (
 from mgpu_ops.matmul.mainloop import compute_ahead, load, multiply, square_rows, stages_of
 from mgpu_ops.matmul.problem import cluster_size, k_steps
 from mgpu_ops.matmul.store import row_factors
-from mgpu_ops.matmul.work import Place, Work, clusters_of_tiles, ends_with_rows
+from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,7 @@ def _kernel(problem: Problem, work: Work, x: Any, w_gate: Any, w_up: Any, *rest:
     of_problem = dict(zip(("epsilon",) if problem.normalised else ("g",), given, strict=False))
     block = _Block(problem, work, outs, **of_problem, **smem)
     steps = k_steps(p, c)
-    own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), work.blocks)
+    own_tiles = work.own_tiles()
 
     # As in matmul's kernel: the producer loads ahead, also over the end of an output tile.
     def step(indices: tuple[jax.Array, jax.Array], x_smem: Any, gate_smem: Any, up_smem: Any, accs: Any) -> Any:
@@ -204,7 +203,7 @@ def launch(
         arrays = (arrays[0], *halves(problem, arrays[1]), *arrays[3:])
         problem = dataclasses.replace(problem, joined=False)
     cluster = cluster_size(c)
-    work = Work(p, c, min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c)), transposed=False)
+    work = Work.of(p, c, gpu)
     shape = (1, 1, p.m, p.n) if ends_with_rows(p, c) else (p.m, p.n)
     out = jax.ShapeDtypeStruct(shape, p.out_dtype)
     operands = (2 if problem.stored else 3) + problem.normalised
@@ -217,7 +216,7 @@ def launch(
         functools.partial(_stored_kernel, problem, work, gpu) if problem.stored else functools.partial(_kernel, problem, work),
         engine.Launch(
             "mgpu_ops_gated_matmul",
-            grid={"block": work.blocks},
+            grid={"block": work.rounds.blocks},
             cluster={"cluster": cluster},
             warpgroups=c.compute_warpgroups + 1,
             approx_math=True,

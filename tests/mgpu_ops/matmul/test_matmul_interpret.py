@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops import MatmulConfig, MatmulProblem, spec_of
 from mgpu_ops.core import engine, gpu
+from mgpu_ops.core.tile_scheduler import Rounds
 from mgpu_ops.core.tma import block_start
 from mgpu_ops.matmul.work import Tile, Work, step_of_k
 from tests import thorough
@@ -463,7 +464,7 @@ def test_tiles_that_share_rows_sum_them_in_one_order():
     """
     problem = P(728, 32, 896, layout="tn")
     config = replace(AHEAD, tile_m=128, tile_n=128, split_k=1)
-    work = Work(problem, config, 6, transposed=False)
+    work = Work(problem, config, Rounds(6, 6, (1,)), transposed=False)
     firsts = [int(step_of_k(work, Tile(jnp.int32(0), jnp.int32(0), row, jnp.int32(0)), jnp.int32(0))) for row in range(6)]
     assert firsts == [0, 3, 6, 9, 12, 12]
     assert [block_start(jnp.int32(row), 128, 728, "bfloat16", 128) for row in (4, 5)] == [512, 600]

@@ -267,6 +267,44 @@ def test_kernels_of_parts_are_compiled_once_each(monkeypatch: pytest.MonkeyPatch
     assert len(lowered) == 5  # of a layer the product and its two gradients, the losses, and their gradient
 
 
+def calls_of(text: str, *names: str) -> list[tuple[str, str]]:
+    """(name, line) of the operations of these names, in the order in which the program runs them."""
+    found = (re.search(rf" ({'|'.join(names)})\(", line) for line in text[text.index("ENTRY") :].splitlines())
+    return [(match[1], match.string) for match in found if match]
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+@pytest.mark.parametrize("how", ["jit", "shard_map"])
+def test_weights_of_fsdp_are_gathered_beside_kernels_whose_times_xla_knows(how: str) -> None:
+    size, layers = 2048, 4
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(AUTO,))
+
+    def product(x: jax.Array, ws: list[jax.Array]) -> jax.Array:
+        for w in ws:
+            x = mgpu_ops.matmul(x, jax.lax.all_gather(w, "data", tiled=True) if how == "shard_map" else w, backend="mosaic")
+        return x
+
+    array = jax.ShapeDtypeStruct((2 * size, size), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+    weight = jax.ShapeDtypeStruct((size, size), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+    context, place = aot.elsewhere("h200", devices=2)
+    with context:
+        args = place((array, [weight] * layers))
+        over = args[0].sharding.mesh
+        split = jax.shard_map(product, mesh=over, in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=False)
+        text = jax.jit(split if how == "shard_map" else product).lower(*args).compile().as_text()
+    calls = calls_of(text, "custom-call", "all-gather-start", "all-gather-done", "while")
+    kernels = [line for name, line in calls if name == "custom-call"]
+    assert len(kernels) == layers
+    assert all(re.search(r'latency_metadata="\d{4,}"', line) for line in kernels)
+    # The first weight has to be there before the first product; each further one comes beside a product.
+    inside, beside = 0, []
+    for name, _ in calls:
+        inside += {"all-gather-start": 1, "all-gather-done": -1}.get(name, 0)
+        if name == "custom-call":
+            beside.append(inside)
+    assert beside == [1] * (layers - 1) + [0]
+
+
 def test_tokens_over_explicit_axes_are_looked_up_where_they_are() -> None:
     table, tokens = placed(mesh_of(EXPLICIT), (normal(0, 24, 32), jnp.arange(32).reshape(4, 8) % 24), (P(), P("data")))
     look_up = with_gradients(lambda t, i: mgpu_ops.embedding(t, i), 0)

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from mgpu_ops.core import gpu as gpus
@@ -127,6 +128,22 @@ def test_an_entry_of_another_gpu_of_the_family_must_have_it_faster_by_three_perc
     store(64, 100.0, library_us, path=path, gpu=cousin.name)
     assert call()[0] == what
     assert "measured on another GPU" in resolution.explain(SPEC, Problem(64), GPU)
+
+
+@pytest.mark.parametrize(
+    ("kernel_us", "library_us", "what"),
+    [(200.0, 200.0 / 1.04, "kernel"), (200.0, 200.0 / 1.06, "library"), (90.0, 90.0 / 1.04, "library")],
+)
+def test_where_collectives_wait_for_sms_a_long_kernel_may_be_five_percent_slower(
+    kernel_us: float, library_us: float, what: str
+) -> None:
+    store(64, kernel_us, library_us)
+    assert call()[0] == "library"
+    shared = dataclasses.replace(GPU, shares_sms=True)
+    assert resolution.resolve(SPEC, Problem(64), shared).runs == {"kernel": "kernel", "library": "xla"}[what]
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Manual,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert call()[0] == what
 
 
 def test_who_names_the_kernel_gets_it_with_the_tuned_config_though_the_baseline_was_faster() -> None:
