@@ -61,7 +61,8 @@ class Rounds:
         left = math.ceil(tiles / at_once)
         if not gpu.shares_sms:
             return Rounds(tiles, at_once, (left,))
-        least, sizes = max(least, math.ceil(left * _LEAST)), []
+        sizes: list[int] = []
+        least = max(least, math.ceil(left * _LEAST))
         while left:
             size = math.ceil(left * (_FURTHER if sizes else _FIRST))
             sizes.append(min(left, max(least, size)))

@@ -186,6 +186,17 @@ def test_dq_a_step_later_spills_nothing_in_its_loop_and_its_products_overlap(cau
     assert re.search(LOOP_OF_DK_FROM[dk_operand].replace(".", "[^L]"), found), found
 
 
+@pytest.mark.parametrize("shares_sms", [False, True])
+def test_products_of_the_backward_pass_overlap_where_a_block_has_two_tiles(shares_sms):
+    problem, gpu = BACKWARD.Problem(1, 4096, 4096, 32, 8, 128, causal=True), aot.find("h200")
+    config = BACKWARD.default(problem, gpu)
+    arrays = jax.eval_shape(lambda key: BACKWARD.inputs(problem, key), jax.random.key(0))
+    device = dataclasses.replace(gpu, shares_sms=shares_sms)
+    report = aot.compile_for(gpu, lambda *x: BACKWARD.run(problem, config, device, *x), *arrays)
+    assert report.serialized == ""
+    assert report.spills < 128
+
+
 def test_dq_leaves_ahead_of_the_exponentials_in_turns_too():
     problem, gpu = BACKWARD.Problem(1, 4096, 4096, 4, 4, 128, causal=True, deterministic=True), aot.find("h200")
     config = BACKWARD.Config("fused", 64, 128, 3, 8, 24, "next", "apart")
