@@ -52,17 +52,17 @@ class Rounds:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(tiles: int, at_once: int, gpu: Gpu, least: int = 1) -> Rounds:
+    def of(tiles: int, at_once: int, gpu: Gpu, least: int = 1, most: int | None = None) -> Rounds:
         """Those of a GPU on which `at_once` blocks run at one time.
 
-        least: tiles of a block, if it has not the last ones.
+        least: tiles of a block, if it has not the last ones. most: rounds, where each block writes sums of its own.
         """
         at_once = min(at_once, tiles)
         left = math.ceil(tiles / at_once)
         if not gpu.shares_sms:
             return Rounds(tiles, at_once, (left,))
         sizes: list[int] = []
-        least = max(least, math.ceil(left * _LEAST))
+        least = max(least, math.ceil(left * _LEAST if most is None else left / most))
         while left:
             size = math.ceil(left * (_FURTHER if sizes else _FIRST))
             sizes.append(min(left, max(least, size)))

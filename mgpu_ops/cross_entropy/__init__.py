@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -156,9 +156,52 @@ _losses.defvjp(*first_order("cross_entropy", _forward, _backward))
 
 
 def _rule(call: _Call, *_: jax.Array) -> partition.Rule:
-    """Tokens are split."""
+    """Over explicit axes tokens are split."""
     rule = "rows V, rows, rows, rows, rows -> rows V" if call.gradient else "rows V, rows -> rows, rows"
     return partition.Rule("cross_entropy", rule)
+
+
+def _split(call: _Call, of_rows: Callable[..., Any], logits: jax.Array, labels: jax.Array, *rows: jax.Array) -> Any:
+    """of_rows(logits, labels, *rows), where XLA may split tokens and words. `words` tells a device which ones it has."""
+    vocabulary = logits.shape[1]
+
+    def gradient(logits: jax.Array, labels: jax.Array, *more: jax.Array) -> Any:
+        *rows, words = more
+        return of_rows(logits, _within(labels, words), *rows)
+
+    def losses(logits: jax.Array, labels: jax.Array, words: jax.Array) -> Any:
+        return of_rows(logits, labels)
+
+    def of_some_words(logits: jax.Array, labels: jax.Array, words: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The label's logit, where it is one of a device's, and lse of all of these."""
+        own = _within(labels, words)
+        at_label = jnp.take_along_axis(logits, jnp.maximum(own, 0)[:, None], axis=1)[:, 0]
+        lse = of_rows(logits, own)[1]
+        return jnp.where(own < 0, 0, at_label.astype(lse.dtype)), lse
+
+    def finish(at_label: jax.Array, lse: jax.Array, logits: jax.Array, labels: jax.Array, words: jax.Array) -> Any:
+        return _counted(lse - at_label, labels, vocabulary), lse
+
+    function: Callable[..., Any] = gradient if call.gradient else losses
+    if call.gradient:
+        rule = partition.Rule("cross_entropy", "rows v, rows, rows, rows, rows, v -> rows v")
+    else:
+        rule = partition.Rule(
+            "cross_entropy", "rows v, rows, v -> rows, rows", logarithms=(1,), partial=of_some_words, finish=finish
+        )
+    words = jnp.arange(vocabulary, dtype=jnp.int32)
+    return partition.partitioned(function, lambda *_: rule, call.backend)(logits, labels, *rows, words)
+
+
+def _within(labels: jax.Array, words: jax.Array) -> jax.Array:
+    """Labels counted from the first of some words that follow each other; -1 for those of other words."""
+    own = labels - words[0]
+    return jnp.where((own >= 0) & (own < words.shape[0]) & (labels >= 0), own, -1)
+
+
+def _counted(loss: jax.Array, labels: jax.Array, vocabulary: int) -> jax.Array:
+    """The loss, but 0 of negative labels, and NaN of those beyond the vocabulary."""
+    return jnp.where(labels < 0, 0, jnp.where(labels < vocabulary, loss, jnp.nan))
 
 
 @functools.cache
@@ -171,7 +214,13 @@ def _batchable(call: _Call) -> Any:
         spec = _IN_PLACE if call.in_place else SPEC
         return dispatch.run(spec, problem, arrays, config=call.config, backend=call.backend)
 
-    losses = jax.custom_batching.custom_vmap(partition.partitioned(of_rows, functools.partial(_rule, call), call.backend))
+    by_tokens = partition.partitioned(of_rows, functools.partial(_rule, call), call.backend)
+
+    @jax.custom_batching.custom_vmap
+    def losses(*arrays: jax.Array) -> Any:
+        if partition.splits_unasked(call.backend, *arrays):
+            return _split(call, of_rows, *arrays)
+        return by_tokens(*arrays)
 
     @losses.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
@@ -202,7 +251,7 @@ def reference(problem: Problem, logits: jax.Array, labels: jax.Array, *rows: jax
     lse = jax.nn.logsumexp(wide, axis=1)
     seen = jnp.clip(labels, 0, problem.vocabulary - 1)
     loss = lse - jnp.take_along_axis(wide, seen[:, None], axis=1)[:, 0]
-    return jnp.where(labels < 0, 0, jnp.where(labels < problem.vocabulary, loss, jnp.nan)), lse
+    return _counted(loss, labels, problem.vocabulary), lse
 
 
 def launch(

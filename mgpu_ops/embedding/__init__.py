@@ -99,12 +99,17 @@ def _look_up(call: _Call, table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _forward(call: _Call, table: jax.Array, tokens: jax.Array) -> Any:
-    return _look_up(call, table, tokens), (tokens, jnp.zeros((table.shape[0], 0), table.dtype))
+    return _look_up(call, table, tokens), (tokens, table[:, :0])
 
 
 def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, None]:
     tokens, like = saved
-    return _gradient(call, like.shape[0])(g, tokens), None
+    gradient = _gradient(call, like.shape[0])(g, tokens)
+    over = mesh.mesh_of((like, tokens))
+    if mesh.explicit_axes(over):  # each device then has all words' rows
+        (words, _), (_, width) = (jax.typeof(x).sharding.spec for x in (like, gradient))
+        gradient = jax.sharding.reshard(gradient, NamedSharding(over, PartitionSpec(words, width)))
+    return gradient, None
 
 
 _look_up.defvjp(*first_order("embedding", _forward, _backward))
@@ -114,15 +119,27 @@ _look_up.defvjp(*first_order("embedding", _forward, _backward))
 def _gradient(call: _Call, vocabulary: int) -> Any:
     """The gradient of the table from that of its rows and from the tokens. It is jitted, so that eager calls trace once."""
 
-    def of_tokens(g: jax.Array, tokens: jax.Array) -> jax.Array:
-        problem = Problem(g.shape[0], vocabulary, g.shape[1], g.dtype.name)
+    def of_tokens(g: jax.Array, tokens: jax.Array, words: int = vocabulary) -> jax.Array:
+        problem = Problem(g.shape[0], words, g.shape[1], g.dtype.name)
         return dispatch.run(SPEC, problem, (g, tokens), config=call.config, backend=call.backend)
 
-    def rule(*_: jax.Array) -> partition.Rule:
-        """Tokens, which are summed, and columns are split."""
-        return partition.Rule("embedding", "tokens width, tokens -> V width")
+    def of_words(g: jax.Array, tokens: jax.Array, words: jax.Array) -> jax.Array:
+        """The gradient of some words' rows; the words follow each other."""
+        count, own = words.shape[0], tokens - words[0]
+        return of_tokens(g, jnp.where((own >= 0) & (own < count), own, count), count)
 
-    gradient = jax.custom_batching.custom_vmap(partition.partitioned(of_tokens, rule, call.backend))
+    # Tokens, which are summed, and columns are split; the vocabulary where XLA finds its gradient split.
+    by_tokens = partition.Rule("embedding", "tokens width, tokens -> V width")
+    by_words = partition.Rule("embedding", "tokens width, tokens, v -> v width")
+
+    @jax.custom_batching.custom_vmap
+    def gradient(g: jax.Array, tokens: jax.Array) -> jax.Array:
+        if partition.splits_unasked(call.backend, g, tokens):
+            words = jnp.arange(vocabulary, dtype=jnp.int32)
+            some: jax.Array = partition.partitioned(of_words, lambda *_: by_words, call.backend)(g, tokens, words)
+            return some
+        found: jax.Array = partition.partitioned(of_tokens, lambda *_: by_tokens, call.backend)(g, tokens)
+        return found
 
     @gradient.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
@@ -136,13 +153,13 @@ def reference(problem: Problem, g: jax.Array, tokens: jax.Array) -> jax.Array:
     """The same through XLA."""
     p = problem
     zeros = jnp.zeros((p.vocabulary, p.width), np.promote_types(p.dtype, np.float32))
-    return zeros.at[tokens].add(g.astype(zeros.dtype), mode="promise_in_bounds").astype(p.dtype)
+    return zeros.at[tokens].add(g.astype(zeros.dtype), mode="drop").astype(p.dtype)
 
 
 def _scattered(problem: Problem, g: jax.Array, tokens: jax.Array) -> jax.Array:
     """As JAX has the gradient of a lookup: each sum is rounded."""
     zeros = jnp.zeros((problem.vocabulary, problem.width), problem.dtype)
-    return zeros.at[tokens].add(g, mode="promise_in_bounds")
+    return zeros.at[tokens].add(g, mode="drop")
 
 
 def _baseline(problem: Problem) -> Baseline:

@@ -24,7 +24,10 @@ from mgpu_ops.embedding.problem import Config, Problem, word
 def launch(
     problem: Problem, config: Config, gpu: Gpu, g: jax.Array, tokens: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-    """The table's gradient, [vocabulary, width] of g [tokens, width] and tokens [tokens], int32 in [0, vocabulary)."""
+    """The table's gradient, [vocabulary, width] of g [tokens, width] and tokens [tokens], int32 in [0, vocabulary].
+
+    Rows of token `vocabulary` are of no word.
+    """
     p, c, dtype = problem, config, jnp.dtype(problem.dtype)
     of_a_thread = word(p)
     rounds, shape = (
@@ -76,7 +79,7 @@ def launch(
 def by_word(p: Problem, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Numbers of the tokens sorted by word, [tokens]; where each word's begin, [vocabulary + 1]; the first of each word.
 
-    All int32. The first token of a word that has none is any.
+    All int32. The first token of a word that has none is any. Tokens of no word come last.
     """
     words, order = sorted_tokens(p, tokens)
     starts = jnp.searchsorted(words, jnp.arange(p.vocabulary + 1, dtype=jnp.int32), method="scan_unrolled").astype(jnp.int32)
@@ -86,7 +89,7 @@ def by_word(p: Problem, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Ar
 def sorted_tokens(p: Problem, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The tokens by word, and their numbers."""
     numbers, bits = jnp.arange(p.rows, dtype=jnp.int32), max(p.rows - 1, 1).bit_length()
-    if p.vocabulary << bits > 2**31:
+    if (p.vocabulary + 1) << bits > 2**31:
         words, order = lax.sort((tokens, numbers), num_keys=1, is_stable=True)
         return words, order
     keys = lax.sort((tokens << bits) + numbers, is_stable=False)  # both in one array, which is sorted faster

@@ -47,6 +47,7 @@ class Rule:
       all: arrays that are split along them are gathered. What a result lacks is summed: where it is split, the devices' results
       are added up.
     largest: numbers of results of which the largest is taken over devices instead of the sum.
+    logarithms: numbers of results that are logarithms of sums: what is added up over devices are the sums.
     partial: the call whose results are added up, where a dimension is split that results lack; default: the call itself.
     finish: makes the call's results of the sums: `finish(results, *arrays)`. Default: they are the sums.
     """
@@ -54,6 +55,7 @@ class Rule:
     name: str
     dimensions: str
     largest: tuple[int, ...] = ()
+    logarithms: tuple[int, ...] = ()
     partial: Callable[..., Any] | None = None
     finish: Callable[..., Any] | None = None
 
@@ -109,6 +111,11 @@ def with_first(function: Callable[..., Any], rule_of: Callable[..., Rule], first
     """
     explicit = mesh.explicit_axes(mesh.mesh_of(jax.tree.leaves(args)))
     return (partitioned(function, rule_of, None) if explicit and applies(None, *args[:first]) else function)(*args)
+
+
+def splits_unasked(backend: str | None, *args: Any) -> bool:
+    """Whether a `partitioned` call of these arrays may be split over automatic axes, by how XLA finds its arrays sharded."""
+    return applies(backend, *args) and not mesh.explicit_axes(mesh.mesh_of(jax.tree.leaves(args)))
 
 
 def applies(backend: str | None, *args: Any) -> bool:
@@ -206,10 +213,19 @@ class _Split:
         scattered = self.scattered[index]
         rest = tuple(axis for axis in self.sums[index] if not any(axis in axes for axes in scattered.values()))
         if rest:
-            x = lax.pmax(x, rest) if index in self.rule.largest else lax.psum(x, rest)
+            x = self._over(index, x, rest)
         for dimension, axes in scattered.items():
             x = lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
         return x
+
+    def _over(self, index: int, x: jax.Array, axes: Axes) -> jax.Array:
+        if index in self.rule.largest:
+            return lax.pmax(x, axes)
+        if index not in self.rule.logarithms:
+            return lax.psum(x, axes)
+        most = lax.pmax(x, axes)
+        most = lax.select(lax.is_finite(most), most, lax.full_like(most, 0))
+        return most + lax.log(lax.psum(lax.exp(x - most), axes))
 
     def operand_specs(self) -> tuple[PartitionSpec, ...]:
         return tuple(PartitionSpec(*(self.axes.get(name) or None for name in dims)) for dims in self.rule.operands)
@@ -269,7 +285,7 @@ def _split(
         summed = set(plain.sums[index])
         for i, (name, wanted) in enumerate(zip(rule.results[index], axes, strict=True)):
             own = found.get(name, ())
-            extra = () if index in rule.largest else wanted[len(own) :]
+            extra = () if index in (*rule.largest, *rule.logarithms) else wanted[len(own) :]
             parts = math.prod(sizes[a] for a in wanted)
             if extra and wanted[: len(own)] == own and summed.issuperset(extra) and shapes[1][index][i] % parts == 0:
                 scattered[index][i] = extra
@@ -369,7 +385,7 @@ def _words(x: Any) -> Any:
     if isinstance(x, functools.partial):
         return [_words(y) for y in (x.func, *x.args, *x.keywords.items())]
     if isinstance(x, Rule):
-        return [x.name, x.dimensions, x.largest, _words(x.partial), _words(x.finish)]
+        return [x.name, x.dimensions, x.largest, x.logarithms, _words(x.partial), _words(x.finish)]
     if hasattr(x, "__wrapped__"):
         return _words(x.__wrapped__)
     if hasattr(x, "__qualname__"):

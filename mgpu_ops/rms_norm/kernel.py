@@ -37,7 +37,11 @@ def launch(
 ) -> Any:
     """The normalised rows; or with g, and a gradient that is added, (dx, dw), dw of float32."""
     p, c = problem, config
-    rounds, parts, dtype = Rounds.of(p.rows, gpu.sms * c.blocks, gpu), (p.width // LANES, LANES), jnp.dtype(p.dtype)
+    rounds, parts, dtype = (
+        Rounds.of(p.rows, gpu.sms * c.blocks, gpu, most=2 if p.gradient else None),
+        (p.width // LANES, LANES),
+        jnp.dtype(p.dtype),
+    )
     rows, read = jax.ShapeDtypeStruct((p.rows, *parts), dtype), inputs_of_a_row(p)
 
     def kernel(w: Any, epsilon: Any, *refs: Any, **scratch: Any) -> None:

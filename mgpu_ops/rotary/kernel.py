@@ -41,7 +41,8 @@ def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, inter
     gradients of the weights too.
     """
     p, c, half, dtype = problem, config, problem.head_dim // 2, jnp.dtype(problem.dtype)
-    rounds, at_once, sums = Rounds.of(p.rows, gpu.sms * c.blocks, gpu), heads_at_once(p), p.normalised and p.gradient
+    at_once, sums = heads_at_once(p), p.normalised and p.gradient
+    rounds = Rounds.of(p.rows, gpu.sms * c.blocks, gpu, most=2 if sums else None)
     given, turned, norms = arrays[: p.by_row], arrays[p.by_row : p.by_row + 2], arrays[p.by_row + 2 :]
     apart = tuple(jax.ShapeDtypeStruct((p.rows, heads, 2, half), dtype) for heads in p.parts)
     joined = jax.ShapeDtypeStruct((p.rows, sum(p.parts), 2, half), dtype)

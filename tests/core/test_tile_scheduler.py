@@ -62,6 +62,12 @@ def test_rounds_grow_shorter_until_a_block_has_a_small_part_of_a_whole_ones_tile
     assert all(size >= least for size in rounds.sizes[:-1])
 
 
+def test_kernels_whose_blocks_write_sums_have_two_rounds():
+    assert Rounds.of(8192, 132, SHARED, most=2).sizes == (32, 31)
+    assert Rounds.of(8192, 132, ALONE, most=2).sizes == (63,)
+    assert Rounds.of(100, 132, SHARED, most=2).sizes == (1,)
+
+
 def end(costs: Iterable[float], at_once: int, late: int = 0, until: float = 0.0) -> float:
     """When the last block ends, where a GPU gives each SM that is idle the next block, and some SMs are free only later."""
     idle = [0.0] * (at_once - late) + [until] * late

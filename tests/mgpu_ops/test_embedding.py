@@ -48,6 +48,17 @@ def test_kernel_is_right_and_has_no_race(name, assert_near):
     assert not engine.races_found()
 
 
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_rows_of_no_word_are_not_summed(backend, assert_near):
+    """Those of the words that another device has."""
+    problem, config = P(50, 6, 256), C(2, 2)
+    g, tokens = EMBEDDING.inputs(problem, jax.random.key(0))
+    tokens = tokens.at[::3].set(6)
+    run = EMBEDDING.reference if backend == "xla" else functools.partial(EMBEDDING.run, interpret=True)
+    out = run(problem, *((config, FEW_SMS) if backend == "interpret" else ()), g, tokens)
+    assert_near(out, summed(g, tokens, 7)[:6], EMBEDDING.tolerance(problem) / 2)
+
+
 @pytest.mark.parametrize("vocabulary", [7, 2**28], ids=["one sorted array", "two"])
 def test_tokens_are_sorted_by_word(vocabulary):
     tokens = jax.random.randint(jax.random.key(0), (100,), 0, 7, jnp.int32) * (vocabulary // 7)

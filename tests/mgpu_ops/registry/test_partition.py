@@ -273,6 +273,50 @@ def calls_of(text: str, *names: str) -> list[tuple[str, str]]:
     return [(match[1], match.string) for match in found if match]
 
 
+def test_labels_that_do_not_count_and_those_beyond_the_vocabulary_mean_the_same_where_words_are_split() -> None:
+    x = normal(0, 4, 24).at[3].set(-jnp.inf)
+    labels = jnp.array([-1, 24, 23, 5])
+    whole = mgpu_ops.cross_entropy(x, labels, return_lse=True)
+    split = jax.jit(lambda x, y: mgpu_ops.cross_entropy(x, y, return_lse=True))
+    parts = split(*placed(mesh_of(), [x, labels], [P(None, "model"), P()]))
+    for one, other in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert parts[0][0] == 0
+    assert np.isnan(parts[0][1])
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_logits_and_table_split_by_words_stay_so_through_kernels() -> None:
+    """As in tensor parallelism: what devices exchange is as long as the tokens, and nothing is as large as the logits."""
+    tokens, vocabulary, width = 4096, 32768, 1024
+    mesh = jax.sharding.AbstractMesh((2,), ("model",), axis_types=(AUTO,))
+
+    def loss(table: jax.Array, head: jax.Array, text: jax.Array) -> jax.Array:
+        x = mgpu_ops.embedding(table, text, backend="mosaic")
+        logits = mgpu_ops.matmul(x, head, backend="mosaic")
+        return mgpu_ops.cross_entropy(logits, text, backend="mosaic").mean()
+
+    def shape(size: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, spec))
+
+    context, place = aot.elsewhere("h200", devices=2)
+    with context:
+        table, head, text = place(
+            (
+                shape((vocabulary, width), jnp.bfloat16, P("model")),
+                shape((width, vocabulary), jnp.bfloat16, P(None, "model")),
+                shape((tokens,), jnp.int32, P()),
+            )
+        )
+        out = table.sharding, head.sharding
+        program = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=out).lower(table, head, text).compile()
+    text_of = program.as_text()
+    assert "all-gather" not in text_of
+    assert text_of.count('custom_call_target="mosaic_gpu_v2"') == 6  # logits, losses; gradients of logits, x, head and table
+    of_logits = tokens * vocabulary // 2 * 2
+    assert program.memory_analysis().temp_size_in_bytes < of_logits + 64 * 2**20
+
+
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 @pytest.mark.parametrize("how", ["jit", "shard_map"])
 def test_weights_of_fsdp_are_gathered_beside_kernels_whose_times_xla_knows(how: str) -> None:
@@ -309,6 +353,19 @@ def test_tokens_over_explicit_axes_are_looked_up_where_they_are() -> None:
     table, tokens = placed(mesh_of(EXPLICIT), (normal(0, 24, 32), jnp.arange(32).reshape(4, 8) % 24), (P(), P("data")))
     look_up = with_gradients(lambda t, i: mgpu_ops.embedding(t, i), 0)
     assert copies(look_up, [table, tokens]) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("tokens", [P(), P("data"), P("model")])
+def test_the_gradient_of_a_table_over_explicit_axes_is_split_as_the_table(tokens: P) -> None:
+    arrays = placed(mesh_of(EXPLICIT), (normal(0, 24, 32), jnp.arange(32).reshape(4, 8) % 24), (P("model"), tokens))
+
+    def gradient(table: jax.Array, numbers: jax.Array) -> jax.Array:
+        back = jax.grad(lambda t: (mgpu_ops.embedding(t, numbers) ** 2).sum())(table)
+        if arrays[0].aval.sharding == jax.typeof(table).sharding:
+            assert jax.typeof(back).sharding.spec == P("model", None)
+        return back
+
+    copies(gradient, arrays)
 
 
 # --- the other ops
@@ -382,6 +439,24 @@ OPS: dict[str, tuple[Callable[..., Any], list[Any], list[P], set[str]]] = {
         with_gradients(lambda t, i: mgpu_ops.embedding(t, i), 0),
         [normal(0, 24, 32), TOKENS],
         [P(), P("data")],
+        {"all-reduce"},
+    ),
+    "cross_entropy, words": (
+        with_gradients(lambda x, y: mgpu_ops.cross_entropy(x, y, return_lse=True), 0),
+        [normal(0, 64, 24), TOKENS.at[:4].set(jnp.array([-1, 23, 0, 12]))],
+        [P(None, "model"), P()],
+        {"all-reduce"},
+    ),
+    "cross_entropy, tokens and words": (
+        with_gradients(lambda x, y: mgpu_ops.cross_entropy(x.reshape(4, 16, 24), y.reshape(4, 16)), 0),
+        [normal(0, 64, 24), TOKENS],
+        [P("data", "model"), P("data")],
+        {"all-reduce"},
+    ),
+    "embedding, words": (
+        with_gradients(lambda t, i: mgpu_ops.embedding(t, i), 0),
+        [normal(0, 24, 32), TOKENS],
+        [P("model"), P()],
         {"all-reduce"},
     ),
     "cross_entropy": (
