@@ -33,6 +33,9 @@ from mgpu_ops.matmul.problem import (
 )
 
 
+_LONG = 50e-6  # seconds at the tensor cores' rate
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What a launch computes, and by which blocks or, where config.cluster is not "none", clusters.
@@ -47,9 +50,13 @@ class Work:
 
     @staticmethod
     def of(problem: Problem, config: Config, gpu: Gpu, *, transposed: bool = False) -> Work:
-        at_once = resident_clusters(cluster_size(config), gpu)
+        """Short kernels have one round: a collective is not done beside them, and blocks begin and end as slowly."""
+        p, at_once = problem, resident_clusters(cluster_size(config), gpu)
+        seconds = 2 * p.batch * p.m * p.n * p.k / gpu.flops(p.dtype)
+        if seconds < _LONG:
+            gpu = dataclasses.replace(gpu, shares_sms=False)
         least = config.compute_warpgroups if config.takes_turns else 1
-        return Work(problem, config, Rounds.of(clusters_of_tiles(problem, config), at_once, gpu, least), transposed)
+        return Work(p, config, Rounds.of(clusters_of_tiles(p, config), at_once, gpu, least), transposed)
 
     def own_tiles(self) -> jax.Array:
         """How many output tiles this block has."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mgpu_ops.core import engine, gpu
+from mgpu_ops.matmul import work
 from mgpu_ops.ops import spec_of
 from mgpu_ops.registry.spec import problem_of
 from tests.mgpu_ops.interpreter import quiet_interpreter
@@ -58,6 +59,7 @@ def test_blocks_in_rounds_compute_the_same_without_races(case, monkeypatch):
         return kernel(body, launch, **kwargs)
 
     monkeypatch.setattr(engine, "kernel", counted)
+    monkeypatch.setattr(work, "_LONG", 0.0)
     arrays = spec.inputs(problem, jax.random.key(0))
     found = []
     for device in (ALONE, SHARED):
@@ -73,3 +75,13 @@ def test_blocks_in_rounds_compute_the_same_without_races(case, monkeypatch):
             np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-2)
         else:
             np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(("m", "rounds"), [(64, 1), (512, 1), (8192, 4)])
+def test_products_of_few_rows_keep_one_round_as_no_collective_is_done_beside_them(m, rounds):
+    h200 = gpu.find("h200")
+    matmul = spec_of("matmul")
+    problem = matmul.Problem(m, 4096, 14336)
+    config = matmul.default(problem, h200)
+    assert len(work.Work.of(problem, config, replace(h200, shares_sms=True)).rounds.sizes) == rounds
+    assert len(work.Work.of(problem, config, h200).rounds.sizes) == 1
