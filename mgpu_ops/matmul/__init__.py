@@ -510,6 +510,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=xla.cost,
+    baseline_keeps_sms=True,
     modelled_margin=xla.margin,
     plain=plain,
 )

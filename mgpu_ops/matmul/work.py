@@ -32,7 +32,6 @@ from mgpu_ops.matmul.problem import (
     transposed,
 )
 
-
 _LONG = 50e-6  # seconds at the tensor cores' rate
 
 

@@ -369,7 +369,7 @@ def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] |
             return found
         query.note("xla", unmeasured)
         return dataclasses.replace(found, runs="xla")
-    times = dataclasses.replace(times, shares_sms=gpu.shares_sms)
+    times = dataclasses.replace(times, shares_sms=gpu.shares_sms and spec.baseline_keeps_sms)
     query.note("xla", f"{times}: XLA runs where the kernel takes {times.margin:g} of its time or more")
     return dataclasses.replace(found, runs=times.winner, times=times)
 

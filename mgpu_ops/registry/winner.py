@@ -12,8 +12,8 @@ An entry of another GPU of the family must have it faster by `FAMILY_MARGIN`. Wh
 Where nothing is known of the baseline, the kernel runs. But where the op has a reason to wait (`OpSpec.unmeasured`), models do
 not count, and XLA runs until the kernel was measured for this problem, or for a near one for which the reason is the same.
 
-In a program over several devices a long kernel runs unless XLA's is faster by `SHARED_MARGIN`: XLA's keep all SMs to their end,
-and a collective that could run beside them waits. Ours free some earlier (`tile_scheduler.Rounds`).
+In a program over several devices a baseline that holds all SMs to its end (`OpSpec.baseline_keeps_sms`) must be faster than a
+long kernel by `SHARED_MARGIN`: collectives that could run beside it wait. Ours free some SMs earlier (`tile_scheduler.Rounds`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Times:
     baseline: str
     how: Literal["measured", "family", "modelled", "near"]
     modelled_margin: float = 1.0  # of the op
-    shares_sms: bool = False  # `Gpu.shares_sms`
+    shares_sms: bool = False  # whether collectives wait for SMs that the baseline holds
 
     @property
     def margin(self) -> float:

@@ -325,6 +325,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=baseline_cost,
+    baseline_keeps_sms=True,
 )
 _IN_PLACE = dataclasses.replace(SPEC, run=functools.partial(launch, in_place=True))
 

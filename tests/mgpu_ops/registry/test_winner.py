@@ -139,11 +139,12 @@ def test_where_collectives_wait_for_sms_a_long_kernel_may_be_five_percent_slower
 ) -> None:
     store(64, kernel_us, library_us)
     assert call()[0] == "library"
-    shared = dataclasses.replace(GPU, shares_sms=True)
-    assert resolution.resolve(SPEC, Problem(64), shared).runs == {"kernel": "kernel", "library": "xla"}[what]
+    persistent = dataclasses.replace(SPEC, baseline_keeps_sms=True)
+    assert call(spec=persistent)[0] == "library"
     mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Manual,))
     with jax.sharding.use_abstract_mesh(mesh):
-        assert call()[0] == what
+        assert call()[0] == "library"
+        assert call(spec=persistent)[0] == what
 
 
 def test_who_names_the_kernel_gets_it_with_the_tuned_config_though_the_baseline_was_faster() -> None:
