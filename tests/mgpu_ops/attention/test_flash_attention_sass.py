@@ -194,7 +194,7 @@ def test_products_of_the_backward_pass_overlap_where_a_block_has_two_tiles(share
     device = dataclasses.replace(gpu, shares_sms=shares_sms)
     report = aot.compile_for(gpu, lambda *x: BACKWARD.run(problem, config, device, *x), *arrays)
     assert report.serialized == ""
-    assert report.spills < 128
+    assert max(kernel.spill_stores for kernel in report.kernels) <= BACKWARD.spills_outside_loops(config)
 
 
 def test_dq_leaves_ahead_of_the_exponentials_in_turns_too():
