@@ -545,8 +545,9 @@ def bench_step(
     calls = {name: functools.partial(_loss_of, programs[name].step, params, data) for name in backends}
     flops = 6 * _multiplied(model) * tokens + 7 * model.layers * model.heads * model.head_dim * tokens**2
     label = f"{_label(model)}-{tokens}{'-recompute' * recompute}" + (f"-{shard}-{devices}-gpus" if shard else "")
-    queued = 2 if mesh is None else 8  # of several devices steps take longer to launch; a training loop does not wait for them
-    bench.measure(OPS["step"], label, (flops, 4 * _multiplied(model)), programs, calls, errors, queued=queued, layers=model.layers)
+    queued = 2 if mesh is None else 8  # those of several devices take longer to launch; a training loop does not wait for them
+    work = flops, 4 * _multiplied(model)
+    bench.measure(OPS["step"], label, work, programs, calls, errors, queued=queued, layers=model.layers)
 
 
 def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int, cached: int) -> None:

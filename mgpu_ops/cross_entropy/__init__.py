@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -155,48 +155,34 @@ def _backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -
 _losses.defvjp(*first_order("cross_entropy", _forward, _backward))
 
 
-def _rule(call: _Call, *_: jax.Array) -> partition.Rule:
-    """Over explicit axes tokens are split."""
-    rule = "rows V, rows, rows, rows, rows -> rows V" if call.gradient else "rows V, rows -> rows, rows"
-    return partition.Rule("cross_entropy", rule)
-
-
-def _split(call: _Call, of_rows: Callable[..., Any], logits: jax.Array, labels: jax.Array, *rows: jax.Array) -> Any:
-    """of_rows(logits, labels, *rows), where XLA may split tokens and words. `words` tells a device which ones it has."""
+def _rule(call: _Call, logits: jax.Array, *_: jax.Array) -> partition.Rule:
+    """Tokens and words are split."""
     vocabulary = logits.shape[1]
 
-    def gradient(logits: jax.Array, labels: jax.Array, *more: jax.Array) -> Any:
-        *rows, words = more
-        return of_rows(logits, _within(labels, words), *rows)
+    def gradient(parts: int, number: jax.Array, logits: jax.Array, labels: jax.Array, *rows: jax.Array) -> Any:
+        return _of_rows(call, logits, _within(labels, number, vocabulary // parts), *rows)
 
-    def losses(logits: jax.Array, labels: jax.Array, words: jax.Array) -> Any:
-        return of_rows(logits, labels)
-
-    def of_some_words(logits: jax.Array, labels: jax.Array, words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def losses(parts: int, number: jax.Array, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The label's logit, where it is one of a device's, and lse of all of these."""
-        own = _within(labels, words)
+        own = _within(labels, number, vocabulary // parts)
         at_label = jnp.take_along_axis(logits, jnp.maximum(own, 0)[:, None], axis=1)[:, 0]
-        lse = of_rows(logits, own)[1]
+        lse = _of_rows(call, logits, own)[1]
         return jnp.where(own < 0, 0, at_label.astype(lse.dtype)), lse
 
-    def finish(at_label: jax.Array, lse: jax.Array, logits: jax.Array, labels: jax.Array, words: jax.Array) -> Any:
+    def finish(at_label: jax.Array, lse: jax.Array, logits: jax.Array, labels: jax.Array) -> Any:
         return _counted(lse - at_label, labels, vocabulary), lse
 
-    function: Callable[..., Any] = gradient if call.gradient else losses
+    name, words = "cross_entropy", "v"
     if call.gradient:
-        rule = partition.Rule("cross_entropy", "rows v, rows, rows, rows, rows, v -> rows v")
-    else:
-        rule = partition.Rule(
-            "cross_entropy", "rows v, rows, v -> rows, rows", logarithms=(1,), partial=of_some_words, finish=finish
-        )
-    words = jnp.arange(vocabulary, dtype=jnp.int32)
-    return partition.partitioned(function, lambda *_: rule, call.backend)(logits, labels, *rows, words)
+        return partition.Rule(name, "rows v, rows, rows, rows, rows -> rows v", counted=words, of_part=gradient)
+    rule = partition.Rule(name, "rows v, rows -> rows, rows", counted=words, of_part=losses)
+    return dataclasses.replace(rule, logarithms=(1,), finish=finish)
 
 
-def _within(labels: jax.Array, words: jax.Array) -> jax.Array:
-    """Labels counted from the first of some words that follow each other; -1 for those of other words."""
-    own = labels - words[0]
-    return jnp.where((own >= 0) & (own < words.shape[0]) & (labels >= 0), own, -1)
+def _within(labels: jax.Array, number: jax.Array, words: int) -> jax.Array:
+    """Labels counted from the first word of a part of so many; -1 for those of other parts."""
+    own = labels - number * words
+    return jnp.where((own >= 0) & (own < words) & (labels >= 0), own, -1)
 
 
 def _counted(loss: jax.Array, labels: jax.Array, vocabulary: int) -> jax.Array:
@@ -204,23 +190,19 @@ def _counted(loss: jax.Array, labels: jax.Array, vocabulary: int) -> jax.Array:
     return jnp.where(labels < 0, 0, jnp.where(labels < vocabulary, loss, jnp.nan))
 
 
+def _of_rows(call: _Call, *arrays: jax.Array) -> Any:
+    """On one device."""
+    rows, vocabulary = arrays[0].shape
+    problem = Problem(rows, vocabulary, arrays[0].dtype.name, call.gradient)
+    spec = _IN_PLACE if call.in_place else SPEC
+    return dispatch.run(spec, problem, arrays, config=call.config, backend=call.backend)
+
+
 @functools.cache
 def _batchable(call: _Call) -> Any:
     """The call as a function of arrays. It is jitted, so that eager calls trace once."""
-
-    def of_rows(*arrays: jax.Array) -> Any:
-        rows, vocabulary = arrays[0].shape
-        problem = Problem(rows, vocabulary, arrays[0].dtype.name, call.gradient)
-        spec = _IN_PLACE if call.in_place else SPEC
-        return dispatch.run(spec, problem, arrays, config=call.config, backend=call.backend)
-
-    by_tokens = partition.partitioned(of_rows, functools.partial(_rule, call), call.backend)
-
-    @jax.custom_batching.custom_vmap
-    def losses(*arrays: jax.Array) -> Any:
-        if partition.splits_unasked(call.backend, *arrays):
-            return _split(call, of_rows, *arrays)
-        return by_tokens(*arrays)
+    of_rows, rule = functools.partial(_of_rows, call), functools.partial(_rule, call)
+    losses = jax.custom_batching.custom_vmap(partition.partitioned(of_rows, rule, call.backend))
 
     @losses.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:

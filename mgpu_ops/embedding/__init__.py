@@ -119,27 +119,24 @@ _look_up.defvjp(*first_order("embedding", _forward, _backward))
 def _gradient(call: _Call, vocabulary: int) -> Any:
     """The gradient of the table from that of its rows and from the tokens. It is jitted, so that eager calls trace once."""
 
-    def of_tokens(g: jax.Array, tokens: jax.Array, words: int = vocabulary) -> jax.Array:
+    def of_first(words: int, g: jax.Array, tokens: jax.Array) -> jax.Array:
+        """The gradient of the first rows of the table."""
         problem = Problem(g.shape[0], words, g.shape[1], g.dtype.name)
         return dispatch.run(SPEC, problem, (g, tokens), config=call.config, backend=call.backend)
 
-    def of_words(g: jax.Array, tokens: jax.Array, words: jax.Array) -> jax.Array:
-        """The gradient of some words' rows; the words follow each other."""
-        count, own = words.shape[0], tokens - words[0]
-        return of_tokens(g, jnp.where((own >= 0) & (own < count), own, count), count)
+    def of_words(parts: int, number: jax.Array, g: jax.Array, tokens: jax.Array) -> jax.Array:
+        """The gradient of the rows of a part of the words."""
+        words = vocabulary // parts
+        own = tokens - number * words
+        return of_first(words, g, jnp.where((own >= 0) & (own < words), own, words))
 
-    # Tokens, which are summed, and columns are split; the vocabulary where XLA finds its gradient split.
-    by_tokens = partition.Rule("embedding", "tokens width, tokens -> V width")
-    by_words = partition.Rule("embedding", "tokens width, tokens, v -> v width")
+    def rule(*_: jax.Array) -> partition.Rule:
+        """Tokens, which are summed, words and columns are split."""
+        return partition.Rule("embedding", "tokens width, tokens -> v width", counted="v", of_part=of_words)
 
-    @jax.custom_batching.custom_vmap
-    def gradient(g: jax.Array, tokens: jax.Array) -> jax.Array:
-        if partition.splits_unasked(call.backend, g, tokens):
-            words = jnp.arange(vocabulary, dtype=jnp.int32)
-            some: jax.Array = partition.partitioned(of_words, lambda *_: by_words, call.backend)(g, tokens, words)
-            return some
-        found: jax.Array = partition.partitioned(of_tokens, lambda *_: by_tokens, call.backend)(g, tokens)
-        return found
+    gradient = jax.custom_batching.custom_vmap(
+        partition.partitioned(functools.partial(of_first, vocabulary), rule, call.backend)
+    )
 
     @gradient.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:

@@ -50,6 +50,8 @@ class Rule:
     logarithms: numbers of results that are logarithms of sums: what is added up over devices are the sums.
     partial: the call whose results are added up, where a dimension is split that results lack; default: the call itself.
     finish: makes the call's results of the sums: `finish(results, *arrays)`. Default: they are the sums.
+    counted, of_part: a dimension, and the call where that is split, whose results are added up if they lack the dimension:
+      `of_part(parts, number, *arrays)` on part `number` (traced int32) of `parts`.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Rule:
     logarithms: tuple[int, ...] = ()
     partial: Callable[..., Any] | None = None
     finish: Callable[..., Any] | None = None
+    counted: str = ""
+    of_part: Callable[..., Any] | None = None
 
     @functools.cached_property
     def operands(self) -> tuple[tuple[str, ...], ...]:
@@ -113,11 +117,6 @@ def with_first(function: Callable[..., Any], rule_of: Callable[..., Rule], first
     return (partitioned(function, rule_of, None) if explicit and applies(None, *args[:first]) else function)(*args)
 
 
-def splits_unasked(backend: str | None, *args: Any) -> bool:
-    """Whether a `partitioned` call of these arrays may be split over automatic axes, by how XLA finds its arrays sharded."""
-    return applies(backend, *args) and not mesh.explicit_axes(mesh.mesh_of(jax.tree.leaves(args)))
-
-
 def applies(backend: str | None, *args: Any) -> bool:
     """Whether a `partitioned` call of these arrays may be split; it may not in a process with one device."""
     leaves = jax.tree.leaves(args)
@@ -171,15 +170,25 @@ class _Call:
 
     def part(self, split: _Split, bound: bool, *arrays: jax.Array) -> list[jax.Array]:
         """The results of one device, of its parts of the arrays."""
-        rule, is_sum = self.rule, any(split.sums)
-        call = dataclasses.replace(self, function=rule.partial) if is_sum and rule.partial else self
-        results = call.bound(call.shapes(*arrays), *arrays) if bound else call.leaves(*arrays)
+        rule, is_sum, call, own = self.rule, any(split.sums), self, arrays
+        if (axes := split.axes.get(rule.counted)) and rule.of_part:
+            function = functools.partial(rule.of_part, math.prod(lax.axis_size(axis) for axis in axes))
+            call = dataclasses.replace(self, function=function, structure=_with_first(self.structure))
+            own = lax.axis_index(axes), *arrays
+        elif is_sum and rule.partial:
+            call = dataclasses.replace(self, function=rule.partial)
+        results = call.bound(call.shapes(*own), *own) if bound else call.leaves(*own)
         if not is_sum:
             return results
         results = [split.total(i, x) for i, x in enumerate(results)]
         if rule.finish is None:
             return results
         return jax.tree.leaves(rule.finish(*results, *jax.tree.unflatten(self.structure, arrays)))
+
+
+def _with_first(structure: Any) -> Any:
+    """The structure of a call's arguments, with one array before them."""
+    return jax.tree.structure((0, *jax.tree.unflatten(structure, [0] * structure.num_leaves)))
 
 
 @functools.cache
@@ -385,7 +394,8 @@ def _words(x: Any) -> Any:
     if isinstance(x, functools.partial):
         return [_words(y) for y in (x.func, *x.args, *x.keywords.items())]
     if isinstance(x, Rule):
-        return [x.name, x.dimensions, x.largest, x.logarithms, _words(x.partial), _words(x.finish)]
+        calls = [_words(call) for call in (x.partial, x.finish, x.of_part)]
+        return [x.name, x.dimensions, x.largest, x.logarithms, x.counted, *calls]
     if hasattr(x, "__wrapped__"):
         return _words(x.__wrapped__)
     if hasattr(x, "__qualname__"):

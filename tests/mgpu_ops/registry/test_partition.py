@@ -355,6 +355,12 @@ def test_tokens_over_explicit_axes_are_looked_up_where_they_are() -> None:
     assert copies(look_up, [table, tokens]) == {"all-reduce"}
 
 
+def test_words_over_explicit_axes_are_not_gathered() -> None:
+    arrays = placed(mesh_of(EXPLICIT), (normal(0, 64, 24), jnp.arange(64) % 24), (P("data", "model"), P("data")))
+    losses = with_gradients(lambda x, y: mgpu_ops.cross_entropy(x, y, return_lse=True), 0)
+    assert copies(losses, arrays) == {"all-reduce"}
+
+
 @pytest.mark.parametrize("tokens", [P(), P("data"), P("model")])
 def test_the_gradient_of_a_table_over_explicit_axes_is_split_as_the_table(tokens: P) -> None:
     arrays = placed(mesh_of(EXPLICIT), (normal(0, 24, 32), jnp.arange(32).reshape(4, 8) % 24), (P("model"), tokens))
