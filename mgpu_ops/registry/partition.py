@@ -436,7 +436,7 @@ def _decoded(sharding: Any, over: Any, rank: int) -> tuple[Axes, ...] | None:
     """The axes of each dimension, of a sharding as XLA has it. None: it splits along a part of an axis, which has no name."""
     try:
         return _spec(parse_flatten_op_sharding(sharding._hlo_sharding, over)[0], rank)
-    except ValueError:
+    except (ValueError, AssertionError):  # the second one where it is split along parts of a dimension in another order
         return None
 
 

@@ -361,6 +361,14 @@ def test_words_over_explicit_axes_are_not_gathered() -> None:
     assert copies(losses, arrays) == {"all-reduce"}
 
 
+def test_heads_that_are_split_within_are_gathered_and_right() -> None:
+    """The joined columns of q, k and v, 8 of 64 on each device, are 4 heads of 16: XLA asks for a part of an axis."""
+    mesh = jax.make_mesh((1, 8), ("data", "model"), axis_types=(AUTO, AUTO))
+    arrays = normal(0, 6, 48, 64), jnp.cos(normal(1, 48, 8)), jnp.sin(normal(1, 48, 8))
+    rotate = with_gradients(lambda x, c, s: mgpu_ops.rotary_qkv(x, c, s, heads=2, kv_heads=1), 0)
+    copies(rotate, placed(mesh, arrays, (P("data", None, "model"), P(), P("data", "model"))))
+
+
 @pytest.mark.parametrize("tokens", [P(), P("data"), P("model")])
 def test_the_gradient_of_a_table_over_explicit_axes_is_split_as_the_table(tokens: P) -> None:
     arrays = placed(mesh_of(EXPLICIT), (normal(0, 24, 32), jnp.arange(32).reshape(4, 8) % 24), (P("model"), tokens))
