@@ -23,6 +23,8 @@ from typing import Any
 from jax._src import core as jax_core
 from jax._src.state.types import AbstractRef, TransformedRef
 
+from mgpu_ops.core.contexts import having
+
 
 class InFlight(RuntimeError):
     """A kernel uses what a wgmma in flight still reads or writes."""
@@ -64,14 +66,9 @@ class _Kernel:
 _kernel: ContextVar[_Kernel | None] = ContextVar("_kernel", default=None)
 
 
-@contextlib.contextmanager
-def watched() -> Iterator[None]:
+def watched() -> contextlib.AbstractContextManager[None]:
     """Checks the kernel that is traced in this context."""
-    token = _kernel.set(_Kernel())
-    try:
-        yield
-    finally:
-        _kernel.reset(token)
+    return having(_kernel, _Kernel())
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
+
+from mgpu_ops.core.contexts import having
 
 _interpreting: ContextVar[bool] = ContextVar("_interpreting", default=False)
 
@@ -14,11 +15,6 @@ def interpreting() -> bool:
     return _interpreting.get()
 
 
-@contextlib.contextmanager
-def interpreted(value: bool) -> Iterator[None]:
+def interpreted(value: bool) -> contextlib.AbstractContextManager[None]:
     """A kernel traced in this context is for the interpreter, or not."""
-    token = _interpreting.set(value)
-    try:
-        yield
-    finally:
-        _interpreting.reset(token)
+    return having(_interpreting, value)

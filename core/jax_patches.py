@@ -45,6 +45,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import arith, memref
 
 from mgpu_ops.core import fast_lowering, parallel_compile
+from mgpu_ops.core.contexts import having
 
 # --- Kernels of engine.kernel
 
@@ -77,7 +78,7 @@ def add_in_float32() -> None:
 
     @functools.wraps(lower)
     def lower_marked(context: Any, op: Any) -> Any:
-        with _adding_in_float32(is_marked(context.launch_context)):
+        with having(_in_float32, is_marked(context.launch_context)):
             return lower(context, op)
 
     @functools.wraps(load_reduce)
@@ -89,15 +90,6 @@ def add_in_float32() -> None:
 
     dialect_lowering._lowerings[_LOAD_REDUCE] = lower_marked
     utils.multimem_load_reduce = multimem_load_reduce  # type: ignore[assignment]
-
-
-@contextlib.contextmanager
-def _adding_in_float32(value: bool) -> Iterator[None]:
-    token = _in_float32.set(value)
-    try:
-        yield
-    finally:
-        _in_float32.reset(token)
 
 
 def _add_in_float32(ty: Any, ptr: Any, packed: str) -> Any:
@@ -177,11 +169,8 @@ def narrow_products() -> None:
         depth = op.attributes[_DEPTH].value if _DEPTH in op.attributes else all_bytes
         kernel = context.launch_context
         part = _Part(getattr(kernel, _COLUMNS, {}), all_bytes, depth, getattr(kernel, _SHARED, False))
-        token = _part.set(part)
-        try:
+        with having(_part, part):
             return lower(context, op)
-        finally:
-            _part.reset(token)
 
     @functools.wraps(multiply)
     def wgmma_m64(acc: Any, *args: Any, n: int, swizzle: int, **options: Any) -> Any:
@@ -252,11 +241,8 @@ def announce_relaxed() -> None:
 
     @functools.wraps(lower)
     def lower_marked(context: Any, op: Any) -> Any:
-        token = _announcing.set(is_marked(context.launch_context))
-        try:
+        with having(_announcing, is_marked(context.launch_context)):
             return lower(context, op)
-        finally:
-            _announcing.reset(token)
 
     @functools.wraps(arrive)
     def arrive_expect_tx(self: Any, tx_count: Any, predicate: Any = None, **options: Any) -> None:

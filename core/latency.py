@@ -14,25 +14,20 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from mgpu_ops.core import mesh
+from mgpu_ops.core.contexts import having
 
 _ATTRIBUTES = "mhlo.frontend_attributes"
 _seconds: contextvars.ContextVar[float] = contextvars.ContextVar("seconds of a call", default=0.0)
 
 
-@contextlib.contextmanager
-def of_call(seconds: float) -> Iterator[None]:
+def of_call(seconds: float) -> contextlib.AbstractContextManager[None]:
     """The kernels that are launched within take so long together. 0: nothing is told."""
-    token = _seconds.set(seconds)
-    try:
-        yield
-    finally:
-        _seconds.reset(token)
+    return having(_seconds, seconds)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
 from jax.sharding import AxisType
 
 from mgpu_ops.core import gpu
+from mgpu_ops.core.contexts import having
 
 
 def same_mesh_axes(*arrays: jax.Array, but: tuple[str, ...] = ()) -> tuple[jax.Array, ...]:
@@ -60,17 +61,12 @@ def may_be_partitioned(mesh: jax.sharding.AbstractMesh) -> bool:
 _part: contextvars.ContextVar[bool] = contextvars.ContextVar("a part of a partitioned program", default=False)
 
 
-@contextlib.contextmanager
-def within_part(context: Any) -> Iterator[None]:
+def within_part(context: Any) -> contextlib.AbstractContextManager[None]:
     """What is traced and lowered within, in this `mlir.ModuleContext`, stands for a call on one device.
 
     With several devices it is what XLA's partitioner puts in the call's place.
     """
-    token = _part.set(isinstance(context.axis_context, SPMDAxisContext))
-    try:
-        yield
-    finally:
-        _part.reset(token)
+    return having(_part, isinstance(context.axis_context, SPMDAxisContext))
 
 
 def is_part() -> bool:

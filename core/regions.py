@@ -23,6 +23,8 @@ import jax
 from jax._src.pallas.mosaic_gpu import primitives
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.core.contexts import having
+
 REGIONS = ("load", "wait", "multiply", "softmax", "store")
 _PRIMITIVES = {
     "copy_gmem_to_smem": "load",
@@ -61,11 +63,8 @@ def recorded(folder: Path, ranges: int) -> Iterator[list[Kernel]]:
     Yields the list to which these kernels are added.
     """
     kernels: list[Kernel] = []
-    token = _recording.set(_Recording(folder, ranges, kernels))
-    try:
+    with having(_recording, _Recording(folder, ranges, kernels)):
         yield kernels
-    finally:
-        _recording.reset(token)
 
 
 @contextlib.contextmanager
@@ -74,12 +73,8 @@ def region(name: str) -> Iterator[None]:
     if _recording.get() is None or _inside.get():
         yield
         return
-    token = _inside.set(True)
-    try:
-        with jax.named_scope(name):
-            yield
-    finally:
-        _inside.reset(token)
+    with having(_inside, True), jax.named_scope(name):
+        yield
 
 
 def compiler_params(name: str, warpgroups: int) -> dict[str, Any]:
