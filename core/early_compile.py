@@ -126,7 +126,7 @@ def leave_out(lower: Callable[..., Any], key: Callable[[], str | None], ctx: Any
 
 
 def lowers_anew() -> None:
-    """Notes that a kernel is about to be lowered: so no cache has the program that it is part of."""
+    """Notes that a kernel is about to be lowered: so no cache has the program, and there is time to begin to compile it."""
     if _program.begin is not None:
         _program.begin()
 

@@ -13,7 +13,7 @@
 | `simplify_bottom_up` | a kernel's code is simplified fast, before Mosaic does it slowly | kernels named `mgpu_ops_*` |
 | `fast_lowering.lower_fast` | kernels are lowered in less time, to the same code: the table there | all kernels, or ours |
 | `parallel_compile.compile_at_once` | the kernels of a program compile at the same time | programs with our kernels |
-| `lowered_kernels.keep_lowered` | a kernel that JAX's persistent cache has is not lowered again | kernels named `mgpu_ops_*` |
+| `lowered_kernels.keep_lowered` | a kernel that is kept on disk is not lowered again | kernels named `mgpu_ops_*` |
 | `early_compile.compile_early` | a program is compiled while its kernels are lowered | programs for one GPU |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |

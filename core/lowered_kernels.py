@@ -1,8 +1,8 @@
-"""Keeps what kernels are lowered to in JAX's persistent compilation cache, where one is in use.
+"""Keeps what kernels are lowered to on disk, where the next process finds it (`kernel_cache.py` says where).
 
-JAX finds a program there by the text that it is lowered to: a process that finds it has lowered it all the same, which takes
-longer than anything else that is left to do. So each kernel is found by a hash of what it is lowered from: its jaxpr with all
-parameters, the GPU's architecture, JAX's and this library's versions. What is found is the custom call that it was lowered to.
+JAX's persistent compilation cache finds a program by the text that it is lowered to, and kernels take nearly all of the time to
+lower. So each kernel is found by a hash of what it is lowered from: its jaxpr with all parameters, the GPU's architecture, what
+ptxas knows, and the sources of this library and of JAX's Mosaic GPU. What is found is the custom call that it was lowered to.
 
 A kernel is lowered as ever where a parameter is of a kind that is not known here, for `jax.export`, and where it reaches other
 GPUs, prints or records what it does.
@@ -10,7 +10,6 @@ GPUs, prints or records what it does.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
@@ -21,7 +20,7 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,24 @@ import jax
 import jaxlib
 import numpy as np
 from jax import tree_util
-from jax._src import compilation_cache, lru_cache
 from jax._src import core as jax_core
 from jax._src.literals import TypedNdArray
-from jax._src.lru_cache import LRUCache
 from jax._src.pallas.mosaic_gpu import pallas_call_registration as registration
 from jax._src.sharding_impls import SPMDAxisContext
 from jax._src.state import AbstractRef
 from jax.experimental.mosaic.gpu import utils
 from jax.extend.mlir import ir
 
-from mgpu_ops.core import early_compile, parallel_compile
+from mgpu_ops.core import early_compile, kernel_cache, parallel_compile, ptxas
 
 _log = logging.getLogger("mgpu_ops")
-_FORMAT = "mgpu_ops-kernel-1"
+_FORMAT = f"{kernel_cache.PREFIX}2"
 _STARTED = time.time()  # when this process began to import what lowers kernels
 _OURS = ("mgpu_ops.", "jax.", "jaxlib.")  # modules whose sources are part of a key, by their versions
 
 
 def keep_lowered(prefix: str) -> None:
-    """From here on kernels whose names begin so are looked for in JAX's persistent cache before they are lowered."""
+    """From here on kernels whose names begin so are looked for on disk before they are lowered."""
     lower = registration.mpmd_map_mgpu_lowering_rule
 
     @functools.wraps(lower)
@@ -60,17 +57,18 @@ def keep_lowered(prefix: str) -> None:
         return lower_kept(ctx, *args, **params)
 
     def lower_kept(ctx: Any, *args: Any, **params: Any) -> Any:
-        cache = _cache() if str(params["name"]).startswith(prefix) else None
+        cache = kernel_cache.current() if str(params["name"]).startswith(prefix) else None
         key = _key(ctx, params) if cache is not None else None
         if cache is None or key is None:
             early_compile.lowers_anew()
             return lower(ctx, *args, **params)
-        if (known := _read(cache, key)) is not None:
+        if (known := cache.get(key)) is not None:
             parallel_compile.lowered()
             return _call(known, args)
         early_compile.lowers_anew()
         results = lower(ctx, *args, **params)
-        _write(cache, key, results, args)
+        if (program := _kept(results, args)) is not None:
+            cache.put(key, program)
         return results
 
     registration.mpmd_map_mgpu_lowering_rule = lower_once
@@ -95,47 +93,7 @@ def _once_for_devices(lower: Callable[..., Any], ctx: Any, args: tuple[Any, ...]
     return results
 
 
-# --- The cache
-
-
-def _cache() -> Any:
-    """JAX's persistent compilation cache, or None where there is none."""
-    if not compilation_cache.is_persistent_cache_enabled():
-        return None
-    compilation_cache._initialize_cache()
-    cache = compilation_cache._cache
-    return cache if isinstance(cache, LRUCache) else None  # others take nothing but executables
-
-
-def _read(cache: Any, key: str) -> bytes | None:
-    """The call that was kept with this key. What was written in part is as good as missing, and removed."""
-    try:
-        found = cache.get(key)
-    except OSError as error:
-        _log.warning("a kernel is lowered anew, as JAX's compilation cache cannot be read: %s", error)
-        return None
-    if found is None:
-        return None
-    if hashlib.sha256(found[32:]).digest() != found[:32]:
-        _remove(cache, key)
-        return None
-    call: bytes = found[32:]
-    return call
-
-
-def _remove(cache: Any, key: str) -> None:
-    """Makes room for what is whole: JAX writes nothing where a file is. Another process that is writing it loses no more."""
-    with contextlib.suppress(OSError):
-        (cache.path / f"{key}{lru_cache._CACHE_SUFFIX}").unlink(missing_ok=True)
-
-
-def _write(cache: Any, key: str, results: Any, args: tuple[Any, ...]) -> None:
-    """Keeps the call that `results` are of, if it is one to keep."""
-    if (text := _kept(results, args)) is not None:
-        try:
-            cache.put(key, hashlib.sha256(text).digest() + text)
-        except OSError as error:
-            _log.warning("a lowered kernel is not kept, as JAX's compilation cache cannot be written: %s", error)
+# --- What is kept
 
 
 def _kept(results: Any, args: tuple[Any, ...]) -> bytes | None:
@@ -176,10 +134,20 @@ def _key(ctx: Any, params: Mapping[str, Any]) -> str | None:
         words.value([*ctx.avals_in, *ctx.avals_out])
         words.value({name: value for name, value in params.items() if name not in {"interpret", "debug", "metadata"}})
     except _UnknownError as unknown:
-        _log.debug("a kernel is not kept in JAX's compilation cache: %s", unknown)
+        _log.debug("a kernel is not kept: %s", unknown)
         return None
     text = "\n".join(f"{len(word)} {word}" for word in words.found)
     return f"{_FORMAT}-{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+# JAX's settings that lowering reads, beside those that tracing has read.
+_SETTINGS = (
+    "jax_hlo_source_file_canonicalization_regex",
+    "jax_include_full_tracebacks_in_locations",
+    "jax_traceback_in_locations_limit",
+    "jax_pallas_enable_debug_checks",
+    "jax_accurate_erf_inv",
+)
 
 
 def _about(ctx: Any) -> list[Any]:
@@ -187,22 +155,31 @@ def _about(ctx: Any) -> list[Any]:
     mesh = getattr(ctx.module_context.axis_context, "mesh", None)
     devices = () if mesh is None else (mesh.axis_names, mesh.axis_sizes, jax.process_count(), jax.device_count())
     mosaic = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOSAIC_GPU_"))
-    sources = jax.config.jax_hlo_source_file_canonicalization_regex, jax.config.jax_include_full_tracebacks_in_locations
-    return [_FORMAT, utils._infer_arch(), devices, mosaic, sources]
+    settings = [getattr(jax.config, name, None) for name in _SETTINGS]
+    # Mosaic converts floats of 8 bits by the instructions that ptxas knows.
+    return [_FORMAT, utils._infer_arch(), ptxas.isa(), devices, mosaic, settings]
 
 
 @functools.cache
 def _versions() -> tuple[str, ...] | None:
-    """JAX's, and a hash of this library's sources, but for the tuner's. None where these may not be what this process runs."""
+    """JAX's, and a hash of the sources of Pallas, Mosaic GPU and this library, but for the tuner's.
+
+    None where these may not be what this process runs.
+    """
+    jaxs, ours = (Path(sys.modules[name].__path__[0]) for name in ("jax", __package__.partition(".")[0]))
     sources = hashlib.sha256()
-    for folder, folders, files in os.walk(sys.modules[__package__.partition(".")[0]].__path__[0], followlinks=True):
-        folders[:] = sorted({*folders} - {"tuning", "__pycache__"})
-        for path in (Path(folder, file) for file in sorted(files) if file.endswith(".py")):
-            if path.stat().st_mtime > _STARTED:
-                _log.debug("kernels are not kept in JAX's compilation cache, as %s has changed since they were imported", path)
-                return None
-            sources.update(path.read_bytes())
+    for path in _sources(jaxs / "_src" / "pallas", jaxs / "experimental" / "mosaic" / "gpu", ours):
+        if path.stat().st_mtime > _STARTED:
+            _log.debug("kernels are not kept, as %s has changed since they were imported", path)
+            return None
+        sources.update(path.read_bytes())
     return jax.__version__, jaxlib.__version__, sources.hexdigest()
+
+
+def _sources(*roots: Path) -> Iterator[Path]:
+    for folder, folders, files in (found for root in roots for found in os.walk(root, followlinks=True)):
+        folders[:] = sorted({*folders} - {"tuning", "__pycache__"})
+        yield from (Path(folder, file) for file in sorted(files) if file.endswith(".py"))
 
 
 class _Words:

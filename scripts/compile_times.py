@@ -3,9 +3,10 @@
     python scripts/compile_times.py                                    # on a machine with a GPU, for that one
     python scripts/compile_times.py --gpu h200                         # on any machine: the kernels alone, ours only
     python scripts/compile_times.py --case attention --case llama --output results/2026-01-31-h200-compile-times.jsonl
-    python scripts/compile_times.py --cached                           # of processes that find what one before them compiled
+    python scripts/compile_times.py --cached kernels                   # of processes that find what one before them lowered
+    python scripts/compile_times.py --cached jax                       # and what it compiled, in JAX's persistent cache
 
-Each measurement is a process of its own, which has compiled nothing before. It reads no persistent cache; with `--cached` that
+Each measurement is a process of its own, which has compiled nothing before. It reads no cache; with `--cached` that
 of a process before it, in a folder of their own. Of a stage it tells
 seconds by the clock, and of CPUs: those of the process and of what it started, such as ptxas. On a machine that others use too
 the second says more, on an idle one with many cores the first. The median of `--repeat` processes is told.
@@ -192,30 +193,31 @@ class Measured:
         return f"{self.case:24} {self.implementation:9} {told}"
 
 
-_CACHE = "JAX_COMPILATION_CACHE_DIR"
-_CACHE_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+_JAXS, _OURS = "JAX_COMPILATION_CACHE_DIR", "MGPU_OPS_KERNEL_CACHE"
+_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+Cached = Literal["kernels", "jax"]
 
 
-def in_processes(case: str, implementation: str, gpu: str | None, repeat: int, cached: bool = False) -> Measured | None:
+def in_processes(case: str, implementation: str, gpu: str | None, repeat: int, cached: Cached | None = None) -> Measured | None:
     """None, with a line that says why, for what does not run here.
 
-    cached: one more process fills JAX's persistent cache first.
+    cached: one more process fills our cache of kernels first, or JAX's persistent one.
     """
     command = [sys.executable, __file__, "--one", case, implementation, *(["--gpu", gpu] if gpu else [])]
-    environment = {name: value for name, value in os.environ.items() if name != _CACHE}
+    environment = {name: value for name, value in os.environ.items() if name != _JAXS} | {_OURS: "off"}
     if gpu:
         environment["JAX_PLATFORMS"] = "cpu"
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         if cached:
-            environment |= {_CACHE: folder, **_CACHE_ALL}
-        for _ in range(repeat + cached):
+            environment |= {_OURS: folder} | ({_JAXS: folder, **_ALL} if cached == "jax" else {})
+        for _ in range(repeat + bool(cached)):
             done = subprocess.run(command, env=environment, capture_output=True, text=True)
             if done.returncode:
                 print(f"{case:24} {implementation:9} {(done.stderr.strip().splitlines() or ['failed'])[-1]}", flush=True)
                 return None
             runs.append(json.loads(done.stdout.splitlines()[-1]))
-    return Measured(case, implementation, runs[cached:])
+    return Measured(case, implementation, runs[bool(cached) :])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -225,7 +227,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gpu", help="compile for this GPU, which is not here")
     parser.add_argument("--repeat", type=int, default=3, help="processes of each (default: 3)")
     parser.add_argument("--output", type=Path, help="write the times to this file too, one line of JSON for each stage")
-    parser.add_argument("--cached", action="store_true", help="times with JAX's persistent compilation cache, which is full")
+    cached = "times with a full cache: of our lowered kernels, or JAX's persistent compilation cache, which has these too"
+    parser.add_argument("--cached", choices=["kernels", "jax"], help=cached)
     parser.add_argument("--one", nargs=2, metavar=("CASE", "IMPLEMENTATION"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.one:

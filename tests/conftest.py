@@ -1,4 +1,4 @@
-"""What every test runs under: a CPU as eight devices, a database of its own, repeatable examples.
+"""What every test runs under: a CPU as eight devices, a database of its own, no kept kernels, repeatable examples.
 
 `MGPU_OPS_TEST_GPU=1`, set by `make test-gpu`, leaves JAX its GPUs and runs the `gpu` tests; `MGPU_OPS_TEST_ALL=1`, set by
 `make test-all`, is read by tests/thorough.py.
@@ -25,6 +25,7 @@ if not ON_GPU:  # JAX and NumPy read these when they are first imported, which i
 for name in [name for name in os.environ if name.startswith("MGPU_OPS_")]:
     if name not in ("MGPU_OPS_TEST_GPU", "MGPU_OPS_TEST_ALL"):
         del os.environ[name]
+os.environ["MGPU_OPS_KERNEL_CACHE"] = "off"  # a test lowers what it lowers, and leaves nothing in the user's folder
 
 # Which examples are tried, and whether they suffice, must not depend on how fast the machine is.
 hypothesis.settings.register_profile(

@@ -31,22 +31,25 @@ def test_what_does_not_run_is_told_and_left_out(monkeypatch, capsys):
     assert "No module named 'tokamax'" in capsys.readouterr().out
 
 
-def test_with_the_cache_the_process_that_fills_it_does_not_count(monkeypatch):
+def test_with_a_cache_the_process_that_fills_it_does_not_count(monkeypatch):
     folders = []
 
     def done(*args: Any, env: dict[str, str], **options: Any) -> Any:
-        folders.append(env.get("JAX_COMPILATION_CACHE_DIR"))
+        folders.append((env.get("JAX_COMPILATION_CACHE_DIR"), env["MGPU_OPS_KERNEL_CACHE"]))
         return subprocess.CompletedProcess([], 0, json.dumps(run(float(len(folders)))), "")
 
     monkeypatch.setattr(compile_times.subprocess, "run", done)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/the/user")
-    found = compile_times.in_processes("attention", "mgpu_ops", None, 3, cached=True)
+    found = compile_times.in_processes("attention", "mgpu_ops", None, 3, cached="jax")
     assert found is not None
     assert [one["times"]["trace"][0] for one in found.runs] == [2.0, 3.0, 4.0]
-    (folder,) = set(folders)
-    assert folder not in (None, "/of/the/user")
+    ((folder, same),) = set(folders)
+    assert folder == same != "/of/the/user"
+    compile_times.in_processes("attention", "mgpu_ops", None, 1, cached="kernels")
+    assert folders[-1][0] is None
+    assert folders[-1][1] not in ("off", folder)
     compile_times.in_processes("attention", "mgpu_ops", None, 1)
-    assert folders[-1] is None
+    assert folders[-1] == (None, "off")
 
 
 @only_in_all

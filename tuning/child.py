@@ -86,7 +86,9 @@ def settle() -> None:
     """What a child process does first: it ignores Ctrl-C, which its parent handles, and ends with its parent.
 
     A kernel that hangs holds the GPU until its process is killed, so a child must not outlive a parent that is killed with -9.
+    Its kernels are candidates, of which most never run again: none is kept on disk.
     """
+    os.environ["MGPU_OPS_KERNEL_CACHE"] = "off"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     if parent is not None:

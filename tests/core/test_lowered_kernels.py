@@ -1,4 +1,4 @@
-"""With JAX's persistent compilation cache a kernel is lowered once, and the same one is found again: no other."""
+"""A kernel is lowered once, and the same one is found again, in JAX's persistent compilation cache as in our own: no other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax._src import compilation_cache
+from jax._src import compilation_cache, config
 from jax._src.pallas.mosaic_gpu import lowering
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import mgpu_ops
@@ -28,14 +29,29 @@ B = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
-    """JAX's persistent cache, in a folder of its own."""
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Our own cache, in a folder that does not exist yet."""
+    folder = tmp_path / "own"
+    monkeypatch.setenv("MGPU_OPS_KERNEL_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def jaxs(own: Path, tmp_path: Path) -> Iterator[Path]:
+    """JAX's persistent cache, in a folder of its own beside ours."""
     before = jax.config.jax_compilation_cache_dir
     compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jaxs"))
+    yield tmp_path / "jaxs"
     compilation_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture(params=["own", "jaxs"])
+def cache(request: pytest.FixtureRequest) -> Path:
+    """Either."""
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
 
 
 @pytest.fixture
@@ -91,11 +107,36 @@ def test_a_kernel_that_was_not_lowered_computes_the_same(cache, lowerings):
     assert len(lowerings) == lowered > 0
 
 
-def test_without_the_cache_kernels_are_lowered_as_ever(lowerings):
+@pytest.mark.parametrize("setting", ["off", "0", "jax"])
+def test_with_the_caches_off_kernels_are_lowered_as_ever(jaxs, own, lowerings, monkeypatch, setting):
+    """With ours off JAX's has no kernels of ours either, and with JAX's off ours has none."""
+    if setting != "jax":
+        monkeypatch.setenv("MGPU_OPS_KERNEL_CACHE", setting)
+    with config.enable_compilation_cache(setting != "jax"):
+        lowered_twice(lowerings)
+    assert not [*own.parent.glob("*/*"), *own.parent.glob("own")]
+
+
+def lowered_twice(lowerings: list[str]) -> None:
     first = text(product, A, B)
     forget()
     assert text(product, A, B) == first
     assert lowerings == ["mgpu_ops_matmul"] * 2
+
+
+def test_jaxs_cache_has_precedence(jaxs, own):
+    text(product, A, B)
+    assert len(list(jaxs.iterdir())) == 1
+    assert not own.exists()
+
+
+def test_another_ptxas_or_setting_of_jax_is_another_kernel(own, lowerings, monkeypatch):
+    text(product, A, B)
+    with pl.enable_debug_checks():
+        text(product, A, B)
+    monkeypatch.setattr(lowered_kernels.ptxas, "isa", lambda: 90)
+    text(product, A, B)
+    assert len(lowerings) == len(list(own.iterdir())) == 3
 
 
 def test_another_config_shape_or_version_is_another_kernel(cache, lowerings, monkeypatch):
@@ -142,7 +183,7 @@ def test_a_kernel_with_what_is_not_known_is_not_kept(cache, lowerings):
     for _ in range(2):
         text(foreign, jax.ShapeDtypeStruct((128,), jnp.float32))
     assert len(lowerings) == 2
-    assert not list(cache.iterdir())
+    assert not list(cache.glob("*"))
 
 
 @pytest.mark.parametrize("damage", [lambda kept: kept[: len(kept) // 2], lambda kept: b"", lambda kept: b"x" + kept[1:]])
@@ -164,7 +205,7 @@ def test_with_sources_that_changed_while_the_process_ran_nothing_is_kept(cache, 
         text(product, A, B)
     finally:
         lowered_kernels._versions.cache_clear()
-    assert not list(cache.iterdir())
+    assert not list(cache.glob("*"))
 
 
 def test_a_kernel_with_an_array_on_a_device_is_not_kept():
@@ -174,7 +215,7 @@ def test_a_kernel_with_an_array_on_a_device_is_not_kept():
             lowered_kernels._Words().value(array)
 
 
-def test_a_cache_that_cannot_be_written_or_read_stops_nothing(cache, lowerings, monkeypatch, caplog):
+def test_jaxs_cache_that_cannot_be_written_or_read_stops_nothing(jaxs, lowerings, monkeypatch, caplog):
     def fail(*_: Any) -> Any:
         raise PermissionError("no")
 

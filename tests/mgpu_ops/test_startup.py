@@ -97,10 +97,40 @@ print(json.dumps({"hits": len(hits), "key": key}))
 @needs_compiler
 def test_another_process_finds_a_program_in_jaxs_persistent_cache(tmp_path: Path) -> None:
     """On the CPU it is a hit. For a GPU, the key is the same, whatever was lowered before and however Python hashes."""
-    one = run(CACHED, tmp_path, "this", PYTHONHASHSEED="1")
-    two = run(CACHED, tmp_path, "other", PYTHONHASHSEED="2")
+    one = run(CACHED, tmp_path, "this", PYTHONHASHSEED="1", MGPU_OPS_KERNEL_CACHE="")
+    two = run(CACHED, tmp_path, "other", PYTHONHASHSEED="2", MGPU_OPS_KERNEL_CACHE="")
     assert (one["hits"], two["hits"] > 0) == (0, True)
     assert one["key"] == two["key"]
+
+
+# --- Lowered kernels, which are kept without any setting
+
+LOWERED = """
+import hashlib
+from jax._src.pallas.mosaic_gpu import lowering
+lower, names = lowering.lower_unpipelined_jaxpr_to_module, []
+def counted(mesh, jax_mesh, jaxpr, *args, **options):
+    names.append(jaxpr.debug_info.func_name)
+    return lower(mesh, jax_mesh, jaxpr, *args, **options)
+lowering.lower_unpipelined_jaxpr_to_module = counted
+import mgpu_ops
+with mgpu_ops.target("h100-sxm"):
+    product = jax.jit(lambda a, b: mgpu_ops.matmul(a, b, backend="mosaic"))
+    text = product.trace(*[jax.ShapeDtypeStruct((64, 64), BF16)] * 2).lower(lowering_platforms=("cuda",)).as_text()
+print(json.dumps({"lowered": names, "text": hashlib.sha256(text.encode()).hexdigest()}))
+"""
+
+
+def test_another_process_finds_the_kernels_that_the_first_has_lowered(tmp_path: Path) -> None:
+    """In the user's cache folder, where JAX's persistent cache is not in use."""
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "MGPU_OPS_KERNEL_CACHE": ""}
+    one = run(LOWERED, **environment, PYTHONHASHSEED="1")
+    two = run(LOWERED, **environment, PYTHONHASHSEED="2")
+    assert [one["lowered"], two["lowered"]] == [["mgpu_ops_matmul"], []]
+    assert one["text"] == two["text"]
+    folder = tmp_path / "mgpu_ops" / "kernels"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert [file.name[:16] for file in folder.iterdir()] == ["mgpu_ops-kernel-"]
 
 
 # --- jax.export

@@ -140,6 +140,15 @@ def never_ready(pipe: Any) -> None:
     os._exit(5)
 
 
+def keeping(pipe: Any) -> None:
+    """Where a real child keeps the kernels that it lowers."""
+    from mgpu_ops.core import kernel_cache
+    from mgpu_ops.tuning.child import settle
+
+    settle()
+    pipe.send(kernel_cache.current())
+
+
 def beget(path: str, pipe: Any) -> None:
     """A real child as to how it lives: follows its parent, and has a process of its own."""
     from mgpu_ops.tuning.child import settle

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from mgpu_ops.tuning.child import Child, Gone
 from tests.tuning import serving
 
@@ -89,3 +91,12 @@ def test_a_process_killed_with_9_while_it_owes_an_answer_says_so(tmp_path: Path)
     assert child.receive(600.0) == Gone("the process died (exit code -9)")
     assert not child.send("compute")
     child.kill()
+
+
+def test_kernels_of_candidates_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_OPS_KERNEL_CACHE", str(tmp_path))
+    child = Child(serving.keeping)
+    try:
+        assert child.receive(300.0) is None
+    finally:
+        child.kill()
