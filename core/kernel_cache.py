@@ -155,6 +155,8 @@ class Folder(Cache):
             with open(number, "wb") as file:
                 file.write(data)
             os.replace(path, self._path(key))  # in one step: another process finds all of it or nothing
+        except FileNotFoundError:  # another process has made room
+            return
         except OSError:
             os.unlink(path)
             raise

@@ -87,6 +87,22 @@ def test_what_a_process_that_was_killed_had_written_in_part_goes_too(tmp_path):
     assert names(tmp_path) == [key(2)]
 
 
+def test_a_file_that_another_process_removes_while_it_is_written_is_written_the_next_time(tmp_path, monkeypatch, caplog):
+    folder, replace = Folder(tmp_path), os.replace
+
+    def late(path: str, to: Path) -> None:
+        os.unlink(path)
+        replace(path, to)
+
+    with caplog.at_level(logging.INFO, logger="mgpu_ops"), monkeypatch.context() as patch:
+        patch.setattr(os, "replace", late)
+        folder.put(key(1), b"kernel")
+    assert names(tmp_path) == []
+    assert not caplog.records
+    folder.put(key(1), b"kernel")
+    assert folder.get(key(1)) == b"kernel"
+
+
 @pytest.mark.parametrize(("named", "level"), [("", logging.INFO), ("somewhere", logging.WARNING)])
 def test_a_folder_that_cannot_be_used_is_told_once(tmp_path, monkeypatch, caplog, named, level):
     monkeypatch.setenv("MGPU_OPS_KERNEL_CACHE", named)
