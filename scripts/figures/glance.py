@@ -77,6 +77,9 @@ def h100(results: Path) -> Iterator[str]:
     yield line("matmul, random shapes, untuned", "XLA (cuBLAS)", drawn, "xla")
     yield line("grouped matmul, training", "JAX's kernel", grouped, "jax-pallas")
     yield line("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")
+    layers = [layers_of_experts(results, passes, "h100") for passes in ("", "+grad")]
+    for what, found in zip(("forward", "forward + backward"), layers, strict=True):
+        yield line(f"mixture of experts, {what}", "fastest parts of others", found, "fastest-parts")
     others = [(op, problems(results, f"h100-{op}-anywhere")) for op in _OF_A_LAYER]
     for op, found in others:
         yield line(f"{op}, random shapes, untuned", "XLA", found, "xla")
@@ -85,8 +88,8 @@ def h100(results: Path) -> Iterator[str]:
     yield from map(line_of, [*training_steps(results, "h100"), *untuned_models(results)])
     steps = (path for models in ("llama", "llama-models") for path in steps_of_programs(results, "h100", models)[1])
     attention = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
-    timed = (forward, both, *attention, products, rows, drawn, grouped, decoding, norms, *(found for _, found in others))
-    yield next(sources(*files(*timed), *steps))
+    timed = (forward, both, *attention, products, rows, drawn, grouped, decoding, *layers, norms)
+    yield next(sources(*files(*timed, *(found for _, found in others)), *steps))
 
 
 def runs_kernel(p: Problem) -> bool:

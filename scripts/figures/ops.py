@@ -164,12 +164,15 @@ def moe(results: Path) -> Iterator[str]:
     yield line("whole layer, forward", parts, layers, "fastest-parts")
     yield line("whole layer, forward + backward", parts, both, "fastest-parts")
     yield line("whole layer, forward + backward", "arithmetic at the datasheet's rate", every, "roofline")
-    yield from sources(*files(layers, both, every))
+    elsewhere = [layers_of_experts(results, passes, "h100") for passes in ("", "+grad")]
+    for what, found in zip(("forward", "forward + backward"), elsewhere, strict=True):
+        yield line(f"on an H100, {what}", parts, found, "fastest-parts")
+    yield from sources(*files(layers, both, every, *elsewhere))
 
 
-def layers_of_experts(results: Path, passes: str = "") -> list[Problem]:
+def layers_of_experts(results: Path, passes: str = "", gpu: str = "h200") -> list[Problem]:
     """Whole layers beside the fastest parts of others; passes: "+grad" with gradients."""
-    return problems(results, f"h200-moe{re.escape(passes)}-fastest")
+    return problems(results, f"{gpu}-moe{re.escape(passes)}-fastest")
 
 
 def size(n: int) -> str:
