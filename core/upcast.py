@@ -297,9 +297,9 @@ def widen(src: Any, dst: Any) -> None:
     src: [rows, columns] of int8 or float8_e4m3fn; dst: the same of float16. Both in whole rows with the widest swizzle
     (`operand_transforms(columns, dtype)`); columns are 64 or a multiple of 128, rows a multiple of 32.
 
-    A thread loads 16 bytes at a time and stores them as twice 16. The eight threads that share memory's 32 banks at a time have
-    those of a row, or the halves of two, in such an order that the even 16 bytes of one and the odd ones of the other row of what
-    they store lie in all banks: a swizzle turns them by the row's number.
+    A thread loads 16 bytes at a time and stores them as twice 16. Eight threads use all 32 banks of shared memory at a time: they
+    load the first half of one row and the second half of its neighbour, and store the even 16 bytes of one and the odd ones of
+    the other, as a swizzle turns them by the row's number.
     """
     if interpreting():
         dst[...] = src[...].astype(dst.dtype)

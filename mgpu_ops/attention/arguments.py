@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from mgpu_ops import flags, floats, integers
 from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.problem import BIASES, MAX_ROWS, BackwardConfig, Config, Problem
+from mgpu_ops.attention.problem import BIASES, KV_DTYPES, MAX_ROWS, BackwardConfig, Config, Problem
 from mgpu_ops.registry import dispatch
 
 type Window = Sequence[int | None]
@@ -65,6 +65,7 @@ class Call:
             v_head_dim=v.shape[3] if v.shape[3] < k.shape[3] else 0,
             page_size=0 if pages is None else k.shape[1],
             soft_cap_after_bias=self.soft_cap_after_bias,
+            kv_dtype="none" if k.dtype == q.dtype else k.dtype.name,
         )
 
 
@@ -94,6 +95,8 @@ class Arguments:
     soft_cap_after_bias: bool = False
     sinks: ArrayLike | None = None
     page_table: Integers | None = None
+    k_scale: ArrayLike | None = None
+    v_scale: ArrayLike | None = None
     deterministic: bool = False
     lse_grad: bool = False
     config: Config | None = None
@@ -148,7 +151,25 @@ class Arguments:
         options = [scale, cap, scale / cap if cap else 0.0]
         accurate = np.promote_types(self.q.dtype, np.float32)
         sinks = None if self.sinks is None else _checked_sinks(self.q, self.sinks).astype(accurate)[None]
-        return Inputs(jnp.array(options, accurate), lengths, segments, bias, sinks, page_table)
+        kv_scales = None if self.k.dtype == self.q.dtype else self.kv_scales()
+        return Inputs(jnp.array(options, accurate), lengths, segments, bias, sinks, page_table, kv_scales)
+
+    def kv_scales(self) -> tuple[jax.Array, jax.Array]:
+        """Of keys and of values, float32 [batch or 1, kv_heads] each."""
+        batch, heads = self.q.shape[0], self.k.shape[2]
+
+        def one(name: str, scale: ArrayLike | None) -> jax.Array:
+            if scale is None:
+                return jnp.ones((1, heads), jnp.float32)
+            found = floats.array("flash_attention", name, scale)
+            if found.shape not in ((), (heads,), (batch, heads)):
+                raise ValueError(
+                    f"{name} has shape {found.shape}: it must be a scalar, [kv_heads] = {(heads,)} or [batch, kv_heads] = "
+                    f"{(batch, heads)}"
+                )
+            return jnp.broadcast_to(found.astype(jnp.float32), found.shape if found.ndim == 2 else (1, heads))
+
+        return one("k_scale", self.k_scale), one("v_scale", self.v_scale)
 
     def checked_scale(self) -> float:
         """The scale of the scores, 1 / sqrt(head_dim) by default."""
@@ -165,8 +186,10 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> 
                 f"{name} has shape {x.shape}: q, k and v must all be [batch, tokens, heads, head_dim] or all [tokens, heads, "
                 "head_dim]"
             )
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one")
+        if x.dtype != q.dtype and x.dtype.name not in KV_DTYPES:
+            raise ValueError(
+                f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one, or k and v to {' or '.join(KV_DTYPES)}"
+            )
         if not all(isinstance(n, int) for n in x.shape[-3:]):
             raise ValueError(
                 f"{name} has shape {x.shape}: only the batch may be symbolic. Export a function for each number of tokens, or "
@@ -175,6 +198,8 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> 
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: an empty dimension leaves nothing to attend to")
         integers.check_count(f"the tokens of {name}", x.shape[-3])
+    if k.dtype != v.dtype:
+        raise ValueError(f"k has dtype {k.dtype} and v {v.dtype}: cast them to one")
     if not paged and q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"q{q.shape} and k{k.shape} differ in batch: {q.shape[0]} != {k.shape[0]}")
     if k.shape[:-1] != v.shape[:-1]:

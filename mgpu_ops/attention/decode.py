@@ -12,7 +12,7 @@ them, and by as many thread blocks as there is room for:
 - *Pages.* A thread block first copies its share of the table of pages to shared memory. Each tile of keys (and of values) is
   then loaded by a copy for each of its pages, or for its part of one; all else is as without pages.
 - *Keys and values of 8 bits* are half of the bytes to read. All threads write a tile to shared memory once more, as float16,
-  which holds each of them exactly; queries and weights are float16 then too. Scales of heads count in the scores and the output.
+  which holds each of them exactly; queries and weights are float16 then too. Scales of heads are applied to scores and output.
 - A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM:
   while one waits or takes exponentials, another loads.
 
@@ -189,7 +189,7 @@ class _ThreadBlock:
         terms = x.mask_terms(at.batch)
         share = _Share.of(terms.kv_range(*packing.token_range(at), c.tile_kv), mine, c.kv_splits, p.page_size > 0)
         factor = x.inputs.options[1 if p.soft_cap else 0] * LOG2E
-        if p.kv_dtype != "same" and not p.soft_cap:
+        if p.kv_dtype != "none" and not p.soft_cap:
             factor *= x.kv_scale("k", at)
         return _ThreadBlock(p, c, packing, x, at, part, share, terms, factor, smem, full, *accs)
 
@@ -324,7 +324,7 @@ class _ThreadBlock:
 
     @property
     def _eight_bits(self) -> bool:
-        return self.p.kv_dtype != "same"
+        return self.p.kv_dtype != "none"
 
     def _widen(self, what: Literal["k", "v"], stage: jax.Array, step: jax.Array) -> None:
         """Writes a tile of 8 bits to where it is multiplied, as float16, and starts the next copy to its stage."""
@@ -435,7 +435,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
     if p.page_size:
         inputs = dataclasses.replace(inputs, page_table=_flat_table(inputs.page_table, page_indices(p, c)))
-    if p.kv_dtype != "same":
+    if p.kv_dtype != "none":
         q = q.astype(jnp.float16)
         inputs = dataclasses.replace(inputs, kv_scales=tuple(x.reshape(-1) for x in inputs.kv_scales))
     if p.lengths:  # one array, which XLA makes in one kernel where they are computed
@@ -488,7 +488,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     (k_stages, v_stages), panels = split_stages(c), p.head_dim // PANEL
-    eight_bits = p.kv_dtype != "same"
+    eight_bits = p.kv_dtype != "none"
     dtype = jnp.float16 if eight_bits else p.dtype  # of what is multiplied
     if eight_bits:
         stored = {what: _in_rows((n, c.tile_kv, p.head_dim), p.kv_dtype) for what, n in (("k", k_stages), ("v", v_stages))}

@@ -55,7 +55,7 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     kv = (pages, p.page_size, p.kv_heads) if pages else (p.batch, p.kv_tokens, p.kv_heads)
     shapes = ((p.batch, p.q_tokens, p.q_heads, p.head_dim), (*kv, p.head_dim), (*kv, p.v_dim))
     qkv = [jax.random.normal(k, s, p.dtype) for k, s in zip(keys, shapes, strict=False)]
-    if p.kv_dtype != "same":
+    if p.kv_dtype != "none":
         qkv[1:] = [_of_eight_bits(x, p.kv_dtype) for x in qkv[1:]]
     cap = SOFT_CAP if p.soft_cap else 0.0
     scale = 1 / math.sqrt(p.head_dim)
@@ -76,7 +76,7 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
         rest.append(jax.random.normal(keys[6], (1, p.q_heads), jnp.float32))
     if pages:
         rest.append(jax.random.permutation(keys[7], pages).astype(jnp.int32).reshape(p.batch, -1))
-    if p.kv_dtype != "same":
+    if p.kv_dtype != "none":
         rest += [jax.random.uniform(k, (1, p.kv_heads), jnp.float32, 0.5 / _SCALED, 2 / _SCALED) for k in keys[5:7]]
     return (*qkv, *rest)
 
@@ -139,7 +139,7 @@ def _splits(problem: Problem, gpu: Gpu) -> tuple[int, ...]:
 
 def splits_keys_by_default(problem: Problem) -> bool:
     """Whether it has few query tokens, and the kernel with `kv_splits` runs it."""
-    other = problem.page_size > 0 or problem.kv_dtype != "same"  # what no kernel without splits reads
+    other = problem.page_size > 0 or problem.kv_dtype != "none"  # what no kernel without splits reads
     few = problem.q_tokens <= _FEW_TOKENS or other
     return few and splits_keys(problem) is None
 
@@ -465,7 +465,7 @@ def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
     scores, loaded = ROWS * c.tile_kv, 2 * p.kv_itemsize * c.tile_kv * d
     compute = 4 * scores * d / rate(gpu)
-    widened = 0 if p.kv_dtype == "same" else 2 * c.tile_kv * d
+    widened = 0 if p.kv_dtype == "none" else 2 * c.tile_kv * d
     operations = _SCORE_OPERATIONS * scores + 1.5 * ROWS * d + _WIDENING_OPERATIONS * widened
     compute += (scores / _EXPONENTIALS + operations / _LANES) / gpu.clock_hz
     waits = _WAITS + _PAGES * (p.page_size > 0)

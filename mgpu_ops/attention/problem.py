@@ -25,7 +25,7 @@ class Problem:
 
     batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim: dimensions; kv_heads divides q_heads.
     dtype: of q, k and v, "bfloat16" or "float16" in the kernels.
-    kv_dtype: "same", or "float8_e4m3fn" or "int8" for k and v of 8 bits, which count times a scale each for their head.
+    kv_dtype: "none", that of q; or "float8_e4m3fn" or "int8" for k and v of 8 bits, each with a scale for each head.
     causal: bounds the right side by 0.
     window_left, window_right: keys before and after a row's own that it sees; -1 is a side without bound.
     align: "top_left", the offset is 0, or "bottom_right", it is kv_tokens - q_tokens: the last query sees the last key.
@@ -59,7 +59,7 @@ class Problem:
     v_head_dim: int = 0
     page_size: int = 0
     soft_cap_after_bias: bool = False
-    kv_dtype: str = "same"
+    kv_dtype: str = "none"
 
     def __post_init__(self) -> None:
         check_fields(self, {"window_left": -1, "window_right": -1})
@@ -75,7 +75,7 @@ class Problem:
     @property
     def kv_itemsize(self) -> int:
         """Bytes of a number of k and v."""
-        return itemsize_of(self.dtype if self.kv_dtype == "same" else self.kv_dtype)
+        return itemsize_of(self.dtype if self.kv_dtype == "none" else self.kv_dtype)
 
     @property
     def left(self) -> int | None:
@@ -318,7 +318,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"bias {p.bias!r} is not one of {', '.join(BIASES)}: cast it, or use backend='xla'"
     if p.soft_cap_after_bias and not (p.soft_cap and p.bias != "none"):
         return f"soft_cap_after_bias is for a soft cap and a bias, not soft_cap={p.soft_cap} and bias={p.bias!r}: leave it out"
-    if p.kv_dtype != "same" and (reason := _supports_eight_bits(p)):
+    if p.kv_dtype != "none" and (reason := widens(p)):
         return reason
     if p.page_size and (reason := _supports_pages(p, gpu)):
         return reason
@@ -338,10 +338,11 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def _supports_eight_bits(p: Problem) -> str | None:
-    """Why no config can run a problem with keys and values of 8 bits, or None."""
+def widens(problem: Problem) -> str | None:
+    """Why no config can run a problem with keys and values of 8 bits, which then become q's dtype first; or None."""
+    p = problem
     if p.kv_dtype not in KV_DTYPES:
-        return f"kv_dtype {p.kv_dtype!r} is not 'same' or one of {', '.join(KV_DTYPES)}: cast keys and values, or use backend='xla'"
+        return f"kv_dtype {p.kv_dtype!r} is not one of none, {', '.join(KV_DTYPES)}: cast keys and values"
     if p.head_dim not in SPLIT_HEAD_DIMS or p.v_head_dim:
         return (
             f"kv_dtype={p.kv_dtype} is for a head_dim of {', '.join(map(str, SPLIT_HEAD_DIMS))} of keys and of values, not "
@@ -380,7 +381,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = problem, config
     if c.kv_splits:
         return _check_split(p, c, gpu)
-    if p.page_size or p.kv_dtype != "same":
+    if p.page_size or p.kv_dtype != "none":
         return "kv_splits=0 reads no pages, and no keys of 8 bits: use kv_splits of 1 or more"
     if c.kv_cluster != 1:
         return f"kv_cluster={c.kv_cluster} must be 1 with kv_splits=0"
@@ -451,7 +452,7 @@ def splits_keys(problem: Problem) -> str | None:
     """Why no config with `kv_splits` can run `problem`, or None."""
     p = problem
     what, way_out = "kv_splits", "use kv_splits=0"
-    if p.kv_dtype != "same":
+    if p.kv_dtype != "none":
         what, way_out = f"the kernel with kv_dtype={p.kv_dtype}", "cast keys and values to q's dtype, or use backend='xla'"
     if p.page_size:
         what, way_out = "the kernel with pages", "gather the pages, or use backend='xla'"
@@ -527,7 +528,7 @@ def split_smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block of the kernel with `kv_splits`. What a cluster receives lies where keys lay."""
     c, d, cluster = config, padded(problem.head_dim), config.kv_cluster
     stored: list[limits.Buffer] = [((stages, c.tile_kv, d), problem.kv_itemsize) for stages in split_stages(c)]
-    if problem.kv_dtype != "same":
+    if problem.kv_dtype != "none":
         stored.append(((c.tile_kv, d), 2))  # a tile as 16-bit floats
     keys = limits.block_bytes(stored, 0)
     inbox = limits.block_bytes([((ROWS, d), 4), ((cluster, ROWS), 4), ((2,), 4)], 0) if cluster > 1 else 0
@@ -542,7 +543,7 @@ def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
     """Why no config of the backward kernels can run `problem` on `gpu`, or None."""
     if problem.page_size:
         return "there is no gradient with pages: gather them, and leave page_table (page_size) out"
-    if problem.kv_dtype != "same":
+    if problem.kv_dtype != "none":
         return f"there is no gradient with kv_dtype={problem.kv_dtype}: cast keys and values to q's dtype"
     if problem.bias_grad and problem.soft_cap and not problem.soft_cap_after_bias:
         return "the gradient of a bias beside soft_cap is not in the kernels: pass a mask in its place, or backend='xla'"
