@@ -275,12 +275,10 @@ def order_columns(ref: Any, bits: int) -> None:
 
 def _permute(places: list[tuple[Any, int]], order: list[int]) -> None:
     """Permutes 32 numbers of 16 bits at each place: the swizzled address of the first 16 bytes of 64, and an offset."""
-    word = ir.IntegerType.get_signless(32)
     at = [([arith.xori(start, i32(16 * c)) for c in range(4)], offset) for start, offset in places]
     loaded = []
     for starts, offset in at:
-        load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-        loaded.append([w for a in starts for w in mosaic.inline_ptx(load, a, result_types=[word] * 4, has_side_effects=True)])
+        loaded.append([w for start in starts for w in _load_four(start, offset)])
     for (starts, offset), words in zip(at, loaded, strict=True):
         for c, start in enumerate(starts):
             found = []
@@ -297,7 +295,7 @@ def widen(src: Any, dst: Any) -> None:
     src: [rows, columns] of int8 or float8_e4m3fn; dst: the same of float16. Both in whole rows with the widest swizzle
     (`operand_transforms(columns, dtype)`); columns are 64 or a multiple of 128, rows a multiple of 32.
 
-    A thread loads 16 bytes at a time and stores them as twice 16. Eight threads use all 32 banks of shared memory at a time: they
+    A thread loads 16 bytes at a time and stores them as twice 16. Eight threads use all banks of shared memory at a time: they
     load the first half of one row and the second half of its neighbour, and store the even 16 bytes of one and the odd ones of
     the other, as a swizzle turns them by the row's number.
     """
@@ -332,21 +330,25 @@ def widen(src: Any, dst: Any) -> None:
         if columns > 64:
             target = _plus(target, (upper, 1024))
         other = arith.xori(target, i32(16))
-        for first in range(0, rows, at_once):
-            for panel in range(width):
-                offset = first * columns + panel * 1024
-                words = mosaic.inline_ptx(
-                    f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];",
-                    source,
-                    result_types=[ir.IntegerType.get_signless(32)] * 4,
-                    has_side_effects=True,
-                )
+        places = [first * columns + panel * 1024 for first in range(0, rows, at_once) for panel in range(width)]
+        for some in itertools.batched(places, _LOADED_AHEAD if width == 1 else 1):  # ptxas moves no load over a store
+            loaded = [_load_four(source, place) for place in some]
+            for place, words in zip(some, loaded, strict=True):
                 pairs = [pair for word in words for pair in floats(word)]
                 for start, half in ((target, pairs[:4]), (other, pairs[4:])):
-                    store = f"st.shared.v4.b32 [$0+{2 * first * columns + panel * 2048}], {{$1, $2, $3, $4}};"
+                    store = f"st.shared.v4.b32 [$0+{2 * place}], {{$1, $2, $3, $4}};"
                     mosaic.inline_ptx(store, start, *half, has_side_effects=True)
 
     write(src, dst)
+
+
+_LOADED_AHEAD = 4  # times 16 bytes; beside the sums of wider rows there are no registers for more than one
+
+
+def _load_four(start: Any, offset: int) -> Any:
+    """Four words of shared memory."""
+    load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return mosaic.inline_ptx(load, start, result_types=[ir.IntegerType.get_signless(32)] * 4, has_side_effects=True)
 
 
 def _plus(start: Any, *terms: tuple[Any, int]) -> Any:

@@ -301,9 +301,9 @@ class _ThreadBlock:
         k_stage, v_stage = opaque(self._stage("k", step)), opaque(self._stage("v", step))
         # 1. Scores.
         plgpu.barrier_wait(self.full["k"].at[k_stage])
-        self.s_acc[...] = jnp.zeros(self.s_acc.shape, jnp.float32)
         if self._eight_bits:
             self._widen("k", k_stage, step)
+        self.s_acc[...] = jnp.zeros(self.s_acc.shape, jnp.float32)
         for panel in range(self.p.head_dim // PANEL):
             engine.wgmma(self.s_acc, self.smem["q"].at[panel], engine.transpose_ref(self._keys(k_stage, panel)))
         s = engine.accumulated(self.s_acc, 0)

@@ -125,8 +125,8 @@ def flash_attention(
       q: [batch, q_tokens, q_heads, head_dim], or without batch. bfloat16 or float16 and head_dim up to 256 for the kernels (64,
         80, 96, 112, 128, 160, 192, 224 and 256 as they are, others padded to the next; for few query tokens all as 64,
         128 or 256); other floats run through XLA.
-      k: [batch, kv_tokens, kv_heads, head_dim] of q's dtype, or k and v of 8 bits (a quantized KV cache), float8_e4m3fn or int8.
-        kv_heads divides q_heads.
+      k: [batch, kv_tokens, kv_heads, head_dim] of q's dtype, or both k and v of 8 bits (a quantized KV cache), float8_e4m3fn or
+        int8. kv_heads divides q_heads.
       v: [batch, kv_tokens, kv_heads, v_head_dim]. 128 beside a head_dim of 192, as multi-head latent attention has it, is
         computed as it is in the forward pass; any other v_head_dim is padded to head_dim, or q and k are padded to it.
       bias: floats that broadcast to [batch, q_heads, q_tokens, kv_tokens], added to the scores. Differentiable.
@@ -152,8 +152,8 @@ def flash_attention(
         they hold; an entry that does count and is out of range counts as the nearest page. The kernel takes pages of 16, 32,
         64, 128 or 256 tokens, head_dim 64, 128 or 256, and up to 256 query tokens times query heads of a head of keys, without
         bias, mask and segments; everything else runs through XLA, which gathers the pages. There is no gradient.
-      k_scale, v_scale: floats above 0, a scalar, [kv_heads] or [batch, kv_heads]; 1 by default. Of keys and values of 8 bits: the
-        scores are those of k k_scale, the output that of v v_scale. The kernel takes head_dim 64, 128 or 256 and up to 256
+      k_scale, v_scale: floats above 0, a scalar, [kv_heads] or [batch, kv_heads]; 1 by default. With keys and values of 8 bits
+        the scores are those of k k_scale, the output that of v v_scale. The kernel takes head_dim 64, 128 or 256 and up to 256
         query tokens times query heads of a head of keys, without bias, mask and segments, and multiplies them as float16: a
         query of 65520 or more is infinite there. Otherwise k k_scale and v v_scale are rounded to q's dtype first. There is no
         gradient.
