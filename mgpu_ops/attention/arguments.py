@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import flags, floats, integers
+from mgpu_ops import flags, floats, integers, kv_cache
 from mgpu_ops.attention.inputs import Inputs
-from mgpu_ops.attention.problem import BIASES, KV_DTYPES, MAX_ROWS, BackwardConfig, Config, Problem
+from mgpu_ops.attention.problem import BIASES, MAX_ROWS, BackwardConfig, Config, Problem
 from mgpu_ops.registry import dispatch
 
 type Window = Sequence[int | None]
@@ -151,25 +151,12 @@ class Arguments:
         options = [scale, cap, scale / cap if cap else 0.0]
         accurate = np.promote_types(self.q.dtype, np.float32)
         sinks = None if self.sinks is None else _checked_sinks(self.q, self.sinks).astype(accurate)[None]
-        kv_scales = None if self.k.dtype == self.q.dtype else self.kv_scales()
+        if self.k.dtype == self.q.dtype:
+            kv_cache.without_scales(self.k.dtype, self.k_scale, self.v_scale)
+            kv_scales = None
+        else:
+            kv_scales = kv_cache.checked_scales("flash_attention", len(self.q), self.k.shape[2], self.k_scale, self.v_scale)
         return Inputs(jnp.array(options, accurate), lengths, segments, bias, sinks, page_table, kv_scales)
-
-    def kv_scales(self) -> tuple[jax.Array, jax.Array]:
-        """Of keys and of values, float32 [batch or 1, kv_heads] each."""
-        batch, heads = self.q.shape[0], self.k.shape[2]
-
-        def one(name: str, scale: ArrayLike | None) -> jax.Array:
-            if scale is None:
-                return jnp.ones((1, heads), jnp.float32)
-            found = floats.array("flash_attention", name, scale)
-            if found.shape not in ((), (heads,), (batch, heads)):
-                raise ValueError(
-                    f"{name} has shape {found.shape}: it must be a scalar, [kv_heads] = {(heads,)} or [batch, kv_heads] = "
-                    f"{(batch, heads)}"
-                )
-            return jnp.broadcast_to(found.astype(jnp.float32), found.shape if found.ndim == 2 else (1, heads))
-
-        return one("k_scale", self.k_scale), one("v_scale", self.v_scale)
 
     def checked_scale(self) -> float:
         """The scale of the scores, 1 / sqrt(head_dim) by default."""
@@ -186,9 +173,9 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> 
                 f"{name} has shape {x.shape}: q, k and v must all be [batch, tokens, heads, head_dim] or all [tokens, heads, "
                 "head_dim]"
             )
-        if x.dtype != q.dtype and x.dtype.name not in KV_DTYPES:
+        if x.dtype != q.dtype and x.dtype.name not in kv_cache.DTYPES:
             raise ValueError(
-                f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one, or k and v to {' or '.join(KV_DTYPES)}"
+                f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one, or k and v to {' or '.join(kv_cache.DTYPES)}"
             )
         if not all(isinstance(n, int) for n in x.shape[-3:]):
             raise ValueError(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import flags, floats
+from mgpu_ops import flags, floats, kv_cache
 from mgpu_ops.attention import cudnn, cudnn_model, reference, shards
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
 from mgpu_ops.attention.backward_model import (
@@ -183,7 +183,7 @@ def flash_attention(
     Source: Dao (arXiv 2307.08691), Shah et al. (arXiv 2407.08608); measurements in docs/kernels/flash_attention.md.
     """
     q = floats.array("flash_attention", "q", q)
-    k, v = (_of_cache(name, x) for name, x in (("k", k), ("v", v)))
+    k, v = (kv_cache.array("flash_attention", name, x) for name, x in (("k", k), ("v", v)))
     batched = check_qkv(q, k, v, page_table is not None)
     if not batched:
         q = q[None]
@@ -220,21 +220,12 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _of_cache(name: str, x: ArrayLike) -> jax.Array:
-    """Keys or values: floats, or integers of 8 bits."""
-    found = floats.any_array("flash_attention", name, x, "floats")
-    return found if found.dtype == jnp.int8 else floats.array("flash_attention", name, found)
-
-
 def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """The output and the natural logarithm of each row's sum of exponentials."""
     call, inputs = arguments.call(), arguments.inputs()
     q, k, v = arguments.q, arguments.k, arguments.v
-    if inputs.kv_scales is None:
-        for name in ("k_scale", "v_scale"):
-            if getattr(arguments, name) is not None:
-                raise TypeError(f"{name} is for k and v of 8 bits, and they are {k.dtype}: multiply them, or leave it out")
-    elif inputs.page_table is None and (not isinstance(q.shape[0], int) or widens(call.problem(q, k, v, inputs))):
+    eight_bits = inputs.kv_scales is not None
+    if eight_bits and inputs.page_table is None and (not isinstance(q.shape[0], int) or widens(call.problem(q, k, v, inputs))):
         k, v = (_in_dtype(q.dtype, x, scale) for x, scale in zip((k, v), inputs.kv_scales, strict=True))
         inputs = dataclasses.replace(inputs, kv_scales=None)
     if arguments.hides_tokens and inputs.page_table is None:  # XLA does it where it has gathered the pages

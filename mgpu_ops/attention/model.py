@@ -405,7 +405,8 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """For each number of splits, cluster that any GPU has and number of blocks that share an SM, the deepest pipeline.
 
     Of three or four stages: deeper ones were never faster, and two hardly hide the latency of a load. But with lengths, where
-    pairs of blocks share a head's keys, three blocks of two stages on an SM were faster than two of three.
+    pairs of blocks share a head's keys, three blocks of two stages on an SM were faster than two of three. With keys of 8 bits
+    two blocks with steps of 128 keys were fastest nearly everywhere.
     """
     found = []
     for kv_splits, kv_cluster, tile_kv in itertools.product(_splits(problem, gpu), KV_CLUSTERS, (64, 128)):
@@ -416,6 +417,7 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         legal = [c for c in pipelines if check(problem, c, gpu) is None]
         in_pairs = problem.lengths and not problem.page_size and kv_splits == kv_cluster == 2
         least = 2 if in_pairs and padded(problem.head_dim) == 2 * PANEL and tile_kv == 64 else 3
+        least = 2 if problem.kv_dtype != "none" and tile_kv == 128 else least
         for shared in (1, 2, 3):
             found += [c for c in legal if c.max_concurrent_steps >= least and blocks_of_an_sm(problem, c, gpu) >= shared][:1]
         found += legal[-1:] if len(legal) == 1 else []

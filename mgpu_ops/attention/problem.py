@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from mgpu_ops import kv_cache
 from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, rounded_values
 from mgpu_ops.core import limits
 from mgpu_ops.core.gpu import Gpu
@@ -295,7 +296,6 @@ MAX_WINDOW_COLUMNS = 2**25 - 256  # a window's first column is written 64-fold w
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tokens: whole swizzle tiles, and such as tiles of keys divide or are divided by
 MAX_WINDOW = 2**30  # keys: beyond, and with an offset added, they are no longer counted in 32 bits
-KV_DTYPES = ("float8_e4m3fn", "int8")
 BIASES = ("none", "bfloat16", "float16", "float32")
 
 
@@ -341,8 +341,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
 def widens(problem: Problem) -> str | None:
     """Why no config can run a problem with keys and values of 8 bits, which then become q's dtype first; or None."""
     p = problem
-    if p.kv_dtype not in KV_DTYPES:
-        return f"kv_dtype {p.kv_dtype!r} is not one of none, {', '.join(KV_DTYPES)}: cast keys and values"
+    if p.kv_dtype not in kv_cache.DTYPES:
+        return f"kv_dtype {p.kv_dtype!r} is not one of none, {', '.join(kv_cache.DTYPES)}: cast keys and values"
     if p.head_dim not in SPLIT_HEAD_DIMS or p.v_head_dim:
         return (
             f"kv_dtype={p.kv_dtype} is for a head_dim of {', '.join(map(str, SPLIT_HEAD_DIMS))} of keys and of values, not "
