@@ -1,4 +1,5 @@
-"""Integers of 8 and 4 bits as 16-bit floats in wgmma's registers: `load_upcast`, and `order_columns` for the other operand.
+"""Numbers of 8 and 4 bits as 16-bit floats: in wgmma's registers (`load_upcast`, and `order_columns` for the other operand), or
+in shared memory (`widen`).
 
 wgmma's left operand has two neighbours along k in a register, and those 8 further on in another. A thread loads 32 bits from
 shared memory, 4 or 8 neighbours, so that what lies together in one register belongs to several threads. Either the threads of a
@@ -274,12 +275,10 @@ def order_columns(ref: Any, bits: int) -> None:
 
 def _permute(places: list[tuple[Any, int]], order: list[int]) -> None:
     """Permutes 32 numbers of 16 bits at each place: the swizzled address of the first 16 bytes of 64, and an offset."""
-    word = ir.IntegerType.get_signless(32)
     at = [([arith.xori(start, i32(16 * c)) for c in range(4)], offset) for start, offset in places]
     loaded = []
     for starts, offset in at:
-        load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-        loaded.append([w for a in starts for w in mosaic.inline_ptx(load, a, result_types=[word] * 4, has_side_effects=True)])
+        loaded.append([w for start in starts for w in _load_four(start, offset)])
     for (starts, offset), words in zip(at, loaded, strict=True):
         for c, start in enumerate(starts):
             found = []
@@ -288,3 +287,87 @@ def _permute(places: list[tuple[Any, int]], order: list[int]) -> None:
                 found.append(_ptx(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", words[low // 2], words[high // 2]))
             store = f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};"
             mosaic.inline_ptx(store, start, *found, has_side_effects=True)
+
+
+def widen(src: Any, dst: Any) -> None:
+    """dst[i, j] = src[i, j], exact, in shared memory: by all threads of a warpgroup; `plgpu.commit_smem` comes after it.
+
+    src: [rows, columns] of int8 or float8_e4m3fn; dst: the same of float16. Both in whole rows with the widest swizzle
+    (`operand_transforms(columns, dtype)`); columns are 64 or a multiple of 128, rows a multiple of 32.
+
+    A thread loads 16 bytes at a time and stores them as twice 16. Eight threads use all banks of shared memory at a time: they
+    load the first half of one row and the second half of its neighbour, and store the even 16 bytes of one and the odd ones of
+    the other, as a swizzle turns them by the row's number.
+    """
+    if interpreting():
+        dst[...] = src[...].astype(dst.dtype)
+        return
+    rows, columns = src.shape
+    types = tuple(plgpu.RefType(operand_transforms(columns, x.dtype)) for x in (src, dst))
+    floats = _spread_float8 if src.dtype == jnp.float8_e4m3fn else _spread_int8
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def write(_: Any, src: Any, dst: Any) -> None:
+        with jax_patches.opaque_threads():  # addresses are computed here, not for the whole kernel
+            thread = arith.remui(mosaic.thread_idx(), i32(128))
+        chunk, eight = arith.andi(thread, i32(7)), arith.shrui(thread, i32(3))
+        upper = arith.shrui(chunk, i32(2))
+        if columns == 64:
+            at_once, row = 32, arith.addi(arith.shli(eight, i32(1)), upper)
+        else:
+            at_once = 16
+            row = arith.addi(arith.andi(eight, i32(14)), arith.xori(upper, arith.andi(eight, i32(1))))
+        tile, within = arith.shrui(row, i32(3)), arith.andi(row, i32(7))
+        source, target = (_ptx("mov.u32 $0, $1;", mosaic.memref_ptr(x)) for x in (src, dst))
+        width = max(columns // 128, 1)  # tiles of src side by side
+        if columns == 64:
+            turned = arith.xori(arith.andi(chunk, i32(3)), arith.shrui(within, i32(1)))
+            source = _plus(source, (tile, 512), (within, 64), (turned, 16))
+        else:
+            source = _plus(source, (tile, 1024 * width), (within, 128), (arith.xori(chunk, within), 16))
+        turned = arith.xori(arith.shli(arith.andi(chunk, i32(3)), i32(1)), within)
+        target = _plus(target, (tile, 16 * columns), (within, 128), (turned, 16))
+        if columns > 64:
+            target = _plus(target, (upper, 1024))
+        other = arith.xori(target, i32(16))
+        places = [first * columns + panel * 1024 for first in range(0, rows, at_once) for panel in range(width)]
+        for some in itertools.batched(places, _LOADED_AHEAD if width == 1 else 1):  # ptxas moves no load over a store
+            loaded = [_load_four(source, place) for place in some]
+            for place, words in zip(some, loaded, strict=True):
+                pairs = [pair for word in words for pair in floats(word)]
+                for start, half in ((target, pairs[:4]), (other, pairs[4:])):
+                    store = f"st.shared.v4.b32 [$0+{2 * place}], {{$1, $2, $3, $4}};"
+                    mosaic.inline_ptx(store, start, *half, has_side_effects=True)
+
+    write(src, dst)
+
+
+_LOADED_AHEAD = 4  # times 16 bytes; beside the sums of wider rows there are no registers for more than one
+
+
+def _load_four(start: Any, offset: int) -> Any:
+    """Four words of shared memory."""
+    load = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+    return mosaic.inline_ptx(load, start, result_types=[ir.IntegerType.get_signless(32)] * 4, has_side_effects=True)
+
+
+def _plus(start: Any, *terms: tuple[Any, int]) -> Any:
+    """start + the sum of numbers times powers of two."""
+    for number, factor in terms:
+        start = arith.addi(start, arith.muli(number, i32(factor)))
+    return start
+
+
+def _spread_float8(word: Any) -> list[Any]:
+    """Of four e4m3 floats two pairs of float16. Source: PTX ISA (cvt.rn.f16x2.e4m3x2)."""
+    half = "{{ .reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.rn.f16x2.e4m3x2 $0, {0}; }}"
+    return [_ptx(half.format(name), word) for name in ("low", "high")]
+
+
+def _spread_int8(word: Any) -> list[Any]:
+    """Of four integers two pairs of float16: with the sign turned over, they are the last bits of 1024 and more."""
+    word = arith.xori(word, i32(0x80808080 - 2**32))
+    code = (
+        "{{ .reg .b32 x, c; mov.b32 c, 0x64646464; prmt.b32 x, $1, c, 0x{0}; mov.b32 c, 0x64806480; sub.rn.f16x2 $0, x, c; }}"
+    )
+    return [_ptx(code.format(order), word) for order in ("4140", "4342")]

@@ -9,9 +9,9 @@
 
 The backends of training share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this
 library in 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in
-bfloat16, and the optimizer's are float32. Those of decoding (`SERVING`) are "xla", "mgpu_ops" in 16 bits, and "int8", whose
-layers have weights of 8 bits. In decoding, ours apply rotary
-embeddings and update the cache in one kernel.
+bfloat16, and the optimizer's are float32. Those of decoding (`SERVING`) are "xla", "mgpu_ops" in 16 bits, "int8", whose
+layers have weights of 8 bits, "kv8" with a cache of 8 bits, and "int8_kv8" with both. In decoding, ours apply rotary embeddings
+and update the cache in one kernel.
 
 A layer: x += attention(rope(norm(x) w_qkv)) w_out; x += (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
 Source: Touvron et al., arXiv:2302.13971; grouped heads and sizes of Llama 3, arXiv:2407.21783.
@@ -288,9 +288,9 @@ def gradients(
     return jax.value_and_grad(functools.partial(loss, model, backend, recompute=recompute))(params, tokens)
 
 
-def empty_cache(model: Model, batch: int, tokens: int) -> Cache:
+def empty_cache(model: Model, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Cache:
     shape = (batch, tokens, model.kv_heads, model.head_dim)
-    return [(jnp.zeros(shape, jnp.bfloat16), jnp.zeros(shape, jnp.bfloat16)) for _ in range(model.layers)]
+    return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(model.layers)]
 
 
 # --- Decoding ---------------------------------------------------------------------------------------------------------
@@ -307,6 +307,7 @@ class Serving:
     gated: silu(norm(x) w_gate) * (norm(x) w_up), of x and a layer.
     head: norm(x) w_head, of x and the model.
     look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
+    kv_dtype: of the cache.
     """
 
     prepared: Callable[[Params], Params]
@@ -315,6 +316,7 @@ class Serving:
     gated: Callable[[jax.Array, Params], jax.Array]
     head: Callable[[jax.Array, Params], jax.Array]
     look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    kv_dtype: Any = jnp.bfloat16
 
 
 def _of_layers(params: Params, change: Callable[[Params], Params]) -> Params:
@@ -414,6 +416,10 @@ SERVING = {
     "mgpu_ops": Serving(folded, _served_product, _cached, _gated_joined, _normed_head, _look_up),
     "int8": Serving(in_int8, _served_product, _cached, _int8_gated, _normed_head, _look_up),
 }
+SERVING |= {  # keys and values have a scale of 1: float8_e4m3fn goes from 2^-9 to 448
+    "kv8": dataclasses.replace(SERVING["mgpu_ops"], kv_dtype=jnp.float8_e4m3fn),
+    "int8_kv8": dataclasses.replace(SERVING["int8"], kv_dtype=jnp.float8_e4m3fn),
+}
 
 
 def decode(
@@ -484,7 +490,7 @@ def write(model: Model, name: str, params: Params, prompt: str, count: int) -> s
     step = jax.jit(functools.partial(decode, model, backend), donate_argnums=(1,))
     weights = jax.jit(lambda params: backend.prepared(_in_bfloat16(params)))(params)
     written = list(prompt.encode())
-    cache = empty_cache(model, 1, len(written) + count)
+    cache = empty_cache(model, 1, len(written) + count, backend.kv_dtype)
     for position in range(len(written) + count - 1):
         logits, cache = step(weights, cache, jnp.asarray(written[position : position + 1]), jnp.int32(position))
         if position + 1 == len(written):
@@ -495,10 +501,13 @@ def write(model: Model, name: str, params: Params, prompt: str, count: int) -> s
 # --- Times on a GPU ---------------------------------------------------------------------------------------------------
 
 
-# Which results are rows of an op, and as whose: fp8 and int8 are ours too, beside the same steps of XLA in 16 bits.
+# Which results are rows of an op, and as whose: those of 8 bits are ours too, beside the same steps of XLA in 16 bits.
 OPS = {
     "step": {"llama-step": {"xla": "xla", "mgpu_ops": "mgpu_ops"}, "llama-fp8-step": {"xla": "xla", "fp8": "mgpu_ops"}},
-    "decode": {"llama-decode": {"xla": "xla", "mgpu_ops": "mgpu_ops"}, "llama-int8-decode": {"xla": "xla", "int8": "mgpu_ops"}},
+    "decode": {
+        f"llama-{kind}decode": {"xla": "xla", name: "mgpu_ops"}
+        for kind, name in (("", "mgpu_ops"), ("int8-", "int8"), ("kv8-", "kv8"), ("int8-kv8-", "int8_kv8"))
+    },
 }
 
 
@@ -555,13 +564,16 @@ def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int
     weights, tokens = _weights(model), jax.random.randint(jax.random.key(1), (batch,), 0, model.vocabulary)
     params = {name: jax.jit(SERVING[name].prepared)(weights) for name in backends}
     empty = empty_cache(model, batch, cached)
-    cache = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape, x.dtype), empty)
+    full = jax.tree.map(lambda x: jax.random.normal(jax.random.key(2), x.shape, x.dtype), empty)
+    caches = {name: jax.tree.map(lambda x, to=SERVING[name].kv_dtype: x.astype(to), full) for name in backends}
     position = jnp.int32(cached - 1)
     steps = {name: jax.jit(functools.partial(decode, model, SERVING[name]), donate_argnums=(1,)) for name in backends}
-    programs = bench.compiled(steps, {name: (params[name], cache, tokens, position) for name in backends})
+    programs = bench.compiled(steps, {name: (params[name], caches[name], tokens, position) for name in backends})
     calls = {
-        name: _Decoding(programs[name].step, params[name], jax.tree.map(jnp.copy, cache), tokens, position) for name in backends
+        name: _Decoding(programs[name].step, params[name], jax.tree.map(jnp.copy, caches[name]), tokens, position)
+        for name in backends
     }
+    del full, caches
     logits = {name: {"logits": call().astype(jnp.float32)} for name, call in calls.items()}
     errors = {name: float(_apart(of, logits[backends[0]])) for name, of in logits.items()}
     print(", ".join(f"{name}: logits {error:.4f} of their size apart" for name, error in errors.items()), flush=True)
@@ -650,7 +662,7 @@ _positive.__name__, _numbers.__name__ = "positive integer", "list of positive in
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a small language model on sums, or time steps of a large one.")
     every = list(BACKENDS | SERVING)
-    parser.add_argument("--backend", choices=every, default="mgpu_ops", help="int8 is of decoding (default: mgpu_ops)")
+    parser.add_argument("--backend", choices=every, default="mgpu_ops", help="int8, kv8 are of decoding (default: mgpu_ops)")
     parser.add_argument("--steps", type=_positive, default=60, help="of training")
     parser.add_argument("--bench", action="store_true", help="time steps of training and decoding, all backends in turn")
     parser.add_argument("--backends", default=",".join(every), help="that are timed; the others are compared with the first")

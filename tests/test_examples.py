@@ -137,7 +137,9 @@ def test_a_language_model_learns_its_text_alike_with_each_backend():
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("name", ["mgpu_ops", "int8", pytest.param("xla", marks=thorough.only_in_all)])
+@pytest.mark.parametrize(
+    "name", ["mgpu_ops", "int8", "kv8", *(pytest.param(x, marks=thorough.only_in_all) for x in ("xla", "int8_kv8"))]
+)
 def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text(name, qk_norm):
     model, backend = dataclasses.replace(LLAMA, qk_norm=qk_norm), llama.SERVING[name]
     params = llama.init(model, jax.random.key(0), jnp.bfloat16)
@@ -148,11 +150,11 @@ def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text(name, qk_norm):
     wanted = jax.jit(functools.partial(llama.loss, model, llama.BACKENDS["xla"]))(params, data)
     step = jax.jit(functools.partial(llama.decode, model, backend))
     params = backend.prepared(params)
-    cache, losses = llama.empty_cache(model, 2, 6), []
+    cache, losses = llama.empty_cache(model, 2, 6, backend.kv_dtype), []
     for position in range(6):
         logits, cache = step(params, cache, data[:, position], jnp.int32(position))
         losses.append(mgpu_ops.cross_entropy(logits, data[:, position + 1]))
-    assert float(jnp.mean(jnp.stack(losses))) == pytest.approx(float(wanted), rel=5e-3 if name == "int8" else 1e-3)
+    assert float(jnp.mean(jnp.stack(losses))) == pytest.approx(float(wanted), rel=5e-3 if "8" in name else 1e-3)
 
 
 @pytest.mark.parametrize("backends", ["xla", pytest.param("xla,mgpu_ops", marks=thorough.only_in_all)])
@@ -188,7 +190,7 @@ def test_a_step_is_not_shared_by_devices_that_do_not_divide_its_parameters(capsy
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--backends", "xla,cublas"], "cublas is none of xla, mgpu_ops, fp8, int8"),
+        (["--backends", "xla,cublas"], "cublas is none of xla, mgpu_ops, fp8, int8, kv8, int8_kv8"),
         (["--csv", "rows.csv"], "--csv rows.csv is of a GPU, and none is in use"),
         (["--profile", "folder"], "--profile folder is of a GPU, and none is in use"),
         (["--tokens", "0"], "argument --tokens: invalid list of positive integers value: '0'"),

@@ -126,8 +126,10 @@ def _ragged_contraction(problem: RaggedContractionProblem, backend: dispatch.Bac
 
 def _flash_attention(problem: FlashAttentionProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
     p = problem
-    if p.align == "top_left" and (p.segments or p.soft_cap or p.sinks or p.page_size):
-        raise ValueError("dot_product_attention, which aligns first tokens, has no segment ids, soft cap, sinks or pages")
+    if p.align == "top_left" and (p.segments or p.soft_cap or p.sinks or p.page_size or p.kv_dtype != "none"):
+        raise ValueError(
+            "dot_product_attention, which aligns first tokens, has no segment ids, soft cap, sinks, pages or keys of 8 bits"
+        )
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, *extra: jax.Array) -> jax.Array:
         inputs = Inputs.of(p, (None, *extra))
@@ -140,6 +142,8 @@ def _flash_attention(problem: FlashAttentionProblem, backend: dispatch.Backend |
         cap = SOFT_CAP if p.soft_cap else None
         shared |= {"q_segment_ids": segments[0], "kv_segment_ids": segments[1]}
         shared |= {"page_table": inputs.page_table, "sinks": None if inputs.sinks is None else inputs.sinks[0]}
+        if inputs.kv_scales is not None:
+            shared |= dict(zip(("k_scale", "v_scale"), inputs.kv_scales, strict=True))
         shared |= {"soft_cap": cap, "soft_cap_after_bias": p.soft_cap_after_bias}
         out = mgpu_ops.flash_attention(q, k, v, return_lse=False, **shared)
         assert isinstance(out, jax.Array)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import flags, floats, integers
+from mgpu_ops import flags, floats, integers, kv_cache
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import BIASES, MAX_ROWS, BackwardConfig, Config, Problem
 from mgpu_ops.registry import dispatch
@@ -65,6 +65,7 @@ class Call:
             v_head_dim=v.shape[3] if v.shape[3] < k.shape[3] else 0,
             page_size=0 if pages is None else k.shape[1],
             soft_cap_after_bias=self.soft_cap_after_bias,
+            kv_dtype="none" if k.dtype == q.dtype else k.dtype.name,
         )
 
 
@@ -94,6 +95,8 @@ class Arguments:
     soft_cap_after_bias: bool = False
     sinks: ArrayLike | None = None
     page_table: Integers | None = None
+    k_scale: ArrayLike | None = None
+    v_scale: ArrayLike | None = None
     deterministic: bool = False
     lse_grad: bool = False
     config: Config | None = None
@@ -148,7 +151,12 @@ class Arguments:
         options = [scale, cap, scale / cap if cap else 0.0]
         accurate = np.promote_types(self.q.dtype, np.float32)
         sinks = None if self.sinks is None else _checked_sinks(self.q, self.sinks).astype(accurate)[None]
-        return Inputs(jnp.array(options, accurate), lengths, segments, bias, sinks, page_table)
+        if self.k.dtype == self.q.dtype:
+            kv_cache.without_scales(self.k.dtype, self.k_scale, self.v_scale)
+            kv_scales = None
+        else:
+            kv_scales = kv_cache.checked_scales("flash_attention", len(self.q), self.k.shape[2], self.k_scale, self.v_scale)
+        return Inputs(jnp.array(options, accurate), lengths, segments, bias, sinks, page_table, kv_scales)
 
     def checked_scale(self) -> float:
         """The scale of the scores, 1 / sqrt(head_dim) by default."""
@@ -165,8 +173,10 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> 
                 f"{name} has shape {x.shape}: q, k and v must all be [batch, tokens, heads, head_dim] or all [tokens, heads, "
                 "head_dim]"
             )
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one")
+        if x.dtype != q.dtype and x.dtype.name not in kv_cache.DTYPES:
+            raise ValueError(
+                f"{name} has dtype {x.dtype} and q {q.dtype}: cast them to one, or k and v to {' or '.join(kv_cache.DTYPES)}"
+            )
         if not all(isinstance(n, int) for n in x.shape[-3:]):
             raise ValueError(
                 f"{name} has shape {x.shape}: only the batch may be symbolic. Export a function for each number of tokens, or "
@@ -175,6 +185,8 @@ def check_qkv(q: jax.Array, k: jax.Array, v: jax.Array, paged: bool = False) -> 
         if 0 in x.shape:
             raise ValueError(f"{name} has shape {x.shape}: an empty dimension leaves nothing to attend to")
         integers.check_count(f"the tokens of {name}", x.shape[-3])
+    if k.dtype != v.dtype:
+        raise ValueError(f"k has dtype {k.dtype} and v {v.dtype}: cast them to one")
     if not paged and q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"q{q.shape} and k{k.shape} differ in batch: {q.shape[0]} != {k.shape[0]}")
     if k.shape[:-1] != v.shape[:-1]:

@@ -35,6 +35,8 @@ def refuses(problem: Problem) -> str | None:
         return "takes no sinks"
     if p.page_size:
         return "is not called with pages"
+    if p.kv_dtype != "none":
+        return "takes keys and values of the queries' dtype"
     if p.segments:
         return "takes no segment ids"
     if p.right is None and p.left is not None:

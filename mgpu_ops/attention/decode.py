@@ -11,6 +11,8 @@ them, and by as many thread blocks as there is room for:
   second kernel adds up (`_add_up`): XLA takes two for it.
 - *Pages.* A thread block first copies its share of the table of pages to shared memory. Each tile of keys (and of values) is
   then loaded by a copy for each of its pages, or for its part of one; all else is as without pages.
+- *Keys and values of 8 bits* are half of the bytes to read. All threads write a tile to shared memory once more, as float16,
+  which holds each of them exactly; queries and weights are float16 then too. Scales of heads are applied to scores and output.
 - A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM:
   while one waits or takes exponentials, another loads.
 
@@ -45,6 +47,7 @@ from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import Pages, load_pages, load_rows, load_scattered, rows_view, store_scattered
 from mgpu_ops.core.tile_scheduler import Int
+from mgpu_ops.core.upcast import widen
 
 
 def _knows_first(p: Problem) -> bool:
@@ -186,6 +189,8 @@ class _ThreadBlock:
         terms = x.mask_terms(at.batch)
         share = _Share.of(terms.kv_range(*packing.token_range(at), c.tile_kv), mine, c.kv_splits, p.page_size > 0)
         factor = x.inputs.options[1 if p.soft_cap else 0] * LOG2E
+        if p.kv_dtype != "none" and not p.soft_cap:
+            factor *= x.kv_scale("k", at)
         return _ThreadBlock(p, c, packing, x, at, part, share, terms, factor, smem, full, *accs)
 
     # --- Pages
@@ -225,6 +230,9 @@ class _ThreadBlock:
 
         if what == "v":
             load(self.x.v, first, self.smem["v"].at[stage])
+            return
+        if self._eight_bits:
+            load(self.x.k, first, self.smem["k"].at[stage])
             return
         for panel in range(self.p.head_dim // PANEL):
             load(self.x.k, first + panel * PANEL, self.smem["k"].at[stage, panel])
@@ -293,24 +301,47 @@ class _ThreadBlock:
         k_stage, v_stage = opaque(self._stage("k", step)), opaque(self._stage("v", step))
         # 1. Scores.
         plgpu.barrier_wait(self.full["k"].at[k_stage])
+        if self._eight_bits:
+            self._widen("k", k_stage, step)
         self.s_acc[...] = jnp.zeros(self.s_acc.shape, jnp.float32)
         for panel in range(self.p.head_dim // PANEL):
-            engine.wgmma(self.s_acc, self.smem["q"].at[panel], engine.transpose_ref(self.smem["k"].at[k_stage, panel]))
+            engine.wgmma(self.s_acc, self.smem["q"].at[panel], engine.transpose_ref(self._keys(k_stage, panel)))
         s = engine.accumulated(self.s_acc, 0)
-        self._refill("k", step)
+        if not self._eight_bits:
+            self._refill("k", step)
         # 2. Weights.
-        weights, softmax, rescale = softmax.update(self._scores(s, step, masked), self.p.dtype)
+        weights, softmax, rescale = softmax.update(self._scores(s, step, masked), self.smem["q"].dtype)
         self.o_acc[...] = engine.accumulated(self.o_acc, 0) * along_rows(rescale, self.o_acc.shape)
         # 3. Weights times values.
         plgpu.barrier_wait(self.full["v"].at[v_stage])
-        engine.wgmma(self.o_acc, weights, self.smem["v"].at[v_stage])
+        if self._eight_bits:
+            self._widen("v", v_stage, step)
+        engine.wgmma(self.o_acc, weights, self.smem["wide"] if self._eight_bits else self.smem["v"].at[v_stage])
         engine.wgmma_wait(0)
-        self._refill("v", step)
+        if not self._eight_bits:
+            self._refill("v", step)
         return softmax
+
+    @property
+    def _eight_bits(self) -> bool:
+        return self.p.kv_dtype != "none"
+
+    def _widen(self, what: Literal["k", "v"], stage: jax.Array, step: jax.Array) -> None:
+        """Writes a tile of 8 bits to where it is multiplied, as float16, and starts the next copy to its stage."""
+        engine.warpgroup_barrier()  # each warp has waited for its own part of the last product from there
+        widen(self.smem[what].at[stage], self.smem["wide"])
+        plgpu.commit_smem()
+        self._refill(what, step)
+
+    def _keys(self, stage: jax.Array, panel: int) -> Any:
+        """64 columns of a tile of keys, as they are multiplied."""
+        if self._eight_bits:
+            return self.smem["wide"].at[:, pl.ds(panel * PANEL, PANEL)]
+        return self.smem["k"].at[stage, panel]
 
     def _scores(self, s: jax.Array, step: jax.Array, masked: bool) -> Scores:
         if self.p.soft_cap:
-            s = self.x.capped(s)
+            s = self.x.capped(s * self.x.kv_scale("k", self.at) if self._eight_bits else s)
         if masked:
             s = jnp.where(self._sees(step, s.shape), s, -jnp.inf)
         return Scores(s, self.factor)
@@ -331,7 +362,8 @@ class _ThreadBlock:
         if self.p.lengths:  # query tokens from there on are padding
             padding = self.packing.tokens(rows) >= self.terms.q_end
             softmax = OnlineSoftmax(softmax.row_max, jnp.where(padding, 0.0, softmax.row_sum))
-        partial = softmax.normalise(engine.accumulated(self.o_acc, 0), some_see_nothing=True)
+        scale = self.x.kv_scale("v", self.at) if self._eight_bits else None
+        partial = softmax.normalise(engine.accumulated(self.o_acc, 0), some_see_nothing=True, rescale=scale)
         lse = jnp.where(softmax.row_sum == 0, -jnp.inf, softmax.row_max + jnp.log2(softmax.row_sum))
         parts = exchange(partial, lse)
         total, log_sum = _merged(parts)
@@ -403,6 +435,9 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
     if p.page_size:
         inputs = dataclasses.replace(inputs, page_table=_flat_table(inputs.page_table, page_indices(p, c)))
+    if p.kv_dtype != "none":
+        q = q.astype(jnp.float16)
+        inputs = dataclasses.replace(inputs, kv_scales=tuple(x.reshape(-1) for x in inputs.kv_scales))
     if p.lengths:  # one array, which XLA makes in one kernel where they are computed
         inputs = dataclasses.replace(inputs, lengths=jnp.stack(inputs.lengths))
     optional, _ = optional_refs(inputs, "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
@@ -453,25 +488,36 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     (k_stages, v_stages), panels = split_stages(c), p.head_dim // PANEL
-    stored = {
-        "k": swizzled((k_stages, panels, c.tile_kv, PANEL), p.dtype),
-        "v": swizzled((v_stages, c.tile_kv, p.head_dim), p.dtype),
-    }
+    eight_bits = p.kv_dtype != "none"
+    dtype = jnp.float16 if eight_bits else p.dtype  # of what is multiplied
+    if eight_bits:
+        stored = {what: _in_rows((n, c.tile_kv, p.head_dim), p.kv_dtype) for what, n in (("k", k_stages), ("v", v_stages))}
+        stored["wide"] = _in_rows((c.tile_kv, p.head_dim), dtype)
+    else:
+        stored = {
+            "k": swizzled((k_stages, panels, c.tile_kv, PANEL), dtype),
+            "v": swizzled((v_stages, c.tile_kv, p.head_dim), dtype),
+        }
     indices = page_indices(p, c)
     chunk = min(indices, PAGE_INDICES_COPIED)
     table = {"page_table": plgpu.SMEM((indices // chunk, chunk), jnp.int32)} if indices else {}
     return {
         "accumulators": engine.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), 1),
         "memory": ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), c.kv_cluster, "split", stored),
-        "q": swizzled((panels, ROWS, PANEL), p.dtype),
+        "q": swizzled((panels, ROWS, PANEL), dtype),
         "barriers": {
             "q": plgpu.Barrier(),
-            "k": plgpu.Barrier(num_arrivals=panels if p.page_size else 1, num_barriers=k_stages),
+            "k": plgpu.Barrier(num_arrivals=panels if p.page_size and not eight_bits else 1, num_barriers=k_stages),
             "v": plgpu.Barrier(num_barriers=v_stages),
             **({"page_table": plgpu.Barrier(num_arrivals=indices // chunk)} if indices else {}),
         },
         **table,
     }
+
+
+def _in_rows(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for tiles of whole rows, with the widest swizzle."""
+    return plgpu.SMEM(shape, dtype, transforms=engine.operand_transforms(shape[-1], dtype))
 
 
 def _flat_table(table: jax.Array, indices: int) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import flags, floats
+from mgpu_ops import flags, floats, kv_cache
 from mgpu_ops.attention import cudnn, cudnn_model, reference, shards
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
 from mgpu_ops.attention.backward_model import (
@@ -45,6 +45,7 @@ from mgpu_ops.attention.problem import (
     check_backward,
     supports,
     supports_backward,
+    widens,
 )
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
@@ -69,6 +70,8 @@ class _Options(TypedDict, total=False):
     soft_cap_after_bias: bool
     sinks: ArrayLike | None
     page_table: Integers | None
+    k_scale: ArrayLike | None
+    v_scale: ArrayLike | None
     deterministic: bool
     config: Config | None
     backward_config: BackwardConfig | None
@@ -105,6 +108,8 @@ def flash_attention(
     soft_cap_after_bias: bool = False,
     sinks: ArrayLike | None = None,
     page_table: Integers | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     config: Config | None = None,
@@ -120,7 +125,8 @@ def flash_attention(
       q: [batch, q_tokens, q_heads, head_dim], or without batch. bfloat16 or float16 and head_dim up to 256 for the kernels (64,
         80, 96, 112, 128, 160, 192, 224 and 256 as they are, others padded to the next; for few query tokens all as 64,
         128 or 256); other floats run through XLA.
-      k: [batch, kv_tokens, kv_heads, head_dim] of q's dtype; kv_heads divides q_heads.
+      k: [batch, kv_tokens, kv_heads, head_dim] of q's dtype, or both k and v of 8 bits (a quantized KV cache), float8_e4m3fn or
+        int8. kv_heads divides q_heads.
       v: [batch, kv_tokens, kv_heads, v_head_dim]. 128 beside a head_dim of 192, as multi-head latent attention has it, is
         computed as it is in the forward pass; any other v_head_dim is padded to head_dim, or q and k are padded to it.
       bias: floats that broadcast to [batch, q_heads, q_tokens, kv_tokens], added to the scores. Differentiable.
@@ -146,6 +152,11 @@ def flash_attention(
         they hold; an entry that does count and is out of range counts as the nearest page. The kernel takes pages of 16, 32,
         64, 128 or 256 tokens, head_dim 64, 128 or 256, and up to 256 query tokens times query heads of a head of keys, without
         bias, mask and segments; everything else runs through XLA, which gathers the pages. There is no gradient.
+      k_scale, v_scale: floats above 0, a scalar, [kv_heads] or [batch, kv_heads]; 1 by default. With keys and values of 8 bits
+        the scores are those of k k_scale, the output that of v v_scale. The kernel takes head_dim 64, 128 or 256 and up to 256
+        query tokens times query heads of a head of keys, without bias, mask and segments, and multiplies them as float16: a
+        query of 65520 or more is infinite there. Otherwise k k_scale and v v_scale are rounded to q's dtype first. There is no
+        gradient.
       return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, for a
         row that sees nothing its head's sink, or -inf without sinks. Differentiable.
       deterministic: the gradients are bitwise equal from run to run; slower, and never by cuDNN.
@@ -166,11 +177,13 @@ def flash_attention(
     Raises:
       ValueError: ranks, shapes, dtypes, windows or lengths that do not fit each other, empty dimensions, an unknown backend, a
         config that cannot run.
-      TypeError: floats, integers or booleans expected and not found; a gradient with a page_table.
+      TypeError: floats, integers or booleans expected and not found; k_scale or v_scale without keys of 8 bits; a gradient with
+        a page_table or with keys of 8 bits.
 
     Source: Dao (arXiv 2307.08691), Shah et al. (arXiv 2407.08608); measurements in docs/kernels/flash_attention.md.
     """
-    q, k, v = (floats.array("flash_attention", name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    q = floats.array("flash_attention", "q", q)
+    k, v = (kv_cache.array("flash_attention", name, x) for name, x in (("k", k), ("v", v)))
     batched = check_qkv(q, k, v, page_table is not None)
     if not batched:
         q = q[None]
@@ -193,6 +206,8 @@ def flash_attention(
             soft_cap_after_bias=soft_cap_after_bias,
             sinks=sinks,
             page_table=page_table,
+            k_scale=k_scale,
+            v_scale=v_scale,
             deterministic=deterministic,
             lse_grad=flags.checked("return_lse", return_lse),
             config=config,
@@ -209,6 +224,10 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """The output and the natural logarithm of each row's sum of exponentials."""
     call, inputs = arguments.call(), arguments.inputs()
     q, k, v = arguments.q, arguments.k, arguments.v
+    eight_bits = inputs.kv_scales is not None
+    if eight_bits and inputs.page_table is None and (not isinstance(q.shape[0], int) or widens(call.problem(q, k, v, inputs))):
+        k, v = (_in_dtype(q.dtype, x, scale) for x, scale in zip((k, v), inputs.kv_scales, strict=True))
+        inputs = dataclasses.replace(inputs, kv_scales=None)
     if arguments.hides_tokens and inputs.page_table is None:  # XLA does it where it has gathered the pages
         # In a kernel, the NaN of a token that nothing sees, times a weight of 0, would be NaN.
         q, k, v = zero_unseen(call.problem(q, k, v, inputs), inputs, q, k, v)
@@ -225,6 +244,11 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     return out, jnp.where(lse == jnp.inf, nothing, lse)
 
 
+def _in_dtype(dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Keys or values of 8 bits times their scale, [batch or 1, kv_heads], without a gradient."""
+    return jax.lax.stop_gradient((x.astype(jnp.float32) * scale[:, None, :, None]).astype(dtype))
+
+
 # --- Gradient and batching rules -------------------------------------------------------------------------------------
 
 
@@ -239,6 +263,11 @@ def _attention_forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inp
         raise TypeError(
             "flash_attention with a page_table has no gradient: gather the pages, k[page_table].reshape(batch, -1, kv_heads, "
             "head_dim) and v likewise, and leave page_table out; or stop the gradients of q, k and v (jax.lax.stop_gradient)"
+        )
+    if inputs.kv_scales is not None:
+        raise TypeError(
+            f"flash_attention with k and v of {k.dtype} has no gradient: cast k k_scale and v v_scale to q's dtype; or stop "
+            "the gradients of q, k and v (jax.lax.stop_gradient)"
         )
     out, lse = _attention(call, q, k, v, inputs)
     return (out, lse), (q, k, v, inputs, out, lse)
@@ -371,11 +400,15 @@ def _fold(size: int, batched: Any, arrays: tuple[Any, ...], whole_bias: bool = F
     lengths, segments = jax.tree.map(fold, (inputs.lengths, inputs.segments), (mapped.lengths, mapped.segments))
     bias = None if inputs.bias is None else fold_shared(inputs.bias, mapped.bias, whole_bias)
     sinks = None if inputs.sinks is None else fold_shared(inputs.sinks, mapped.sinks, False)
+    scales: Any = None
+    if inputs.kv_scales is not None:
+        scales = tuple(fold_shared(x, of, False) for x, of in zip(inputs.kv_scales, mapped.kv_scales, strict=True))
+    others = Inputs(inputs.options, lengths, segments, bias, sinks, kv_scales=scales)
     if inputs.page_table is not None:
         (k, v), table = _fold_pages(size, (k, v), batched[1:3], fold(inputs.page_table, mapped.page_table))
-        return fold(q, batched[0]), k, v, Inputs(inputs.options, lengths, segments, bias, sinks, table)
+        return fold(q, batched[0]), k, v, dataclasses.replace(others, page_table=table)
     folded = jax.tree.map(fold, (q, k, v, *rest), (*batched[:3], *batched[4:]))
-    return (*folded[:3], Inputs(inputs.options, lengths, segments, bias, sinks), *folded[3:])
+    return (*folded[:3], others, *folded[3:])
 
 
 def _fold_pages(size: int, pools: tuple[jax.Array, jax.Array], batched: Any, table: jax.Array) -> tuple[Any, jax.Array]:
@@ -445,8 +478,9 @@ def joined(
 
 
 def _baseline(problem: Problem) -> Baseline | None:
-    """cuDNN; with pages XLA, which gathers them."""
-    return Baseline("xla", reference.forward) if problem.page_size else cudnn.baseline(problem)
+    """cuDNN; with pages XLA, which gathers them, and with keys of 8 bits, which it writes in 16."""
+    through_xla = problem.page_size or problem.kv_dtype != "none"
+    return Baseline("xla", reference.forward) if through_xla else cudnn.baseline(problem)
 
 
 FORWARD = OpSpec(

@@ -22,7 +22,8 @@ class Inputs:
     lengths: (q_lengths, kv_lengths), int32 [batch] each. segments: (q_segments [batch, q_tokens], kv_segments [batch,
     kv_tokens]), int32. bias: [batch or 1, q_heads or 1, q_tokens, kv_tokens]. sinks: [batch or 1, q_heads], in the dtype of
     options. page_table: int32 [batch, kv_tokens / page_size], where k and v are pools of pages: an index out of range counts
-    as the nearest, and one of a page without a token that counts is not used.
+    as the nearest, and one of a page without a token that counts is not used. kv_scales: (of keys, of values), where these
+    have 8 bits: float32 [batch or 1, kv_heads] each.
     """
 
     options: Any
@@ -31,6 +32,7 @@ class Inputs:
     bias: Any = None
     sinks: Any = None
     page_table: Any = None
+    kv_scales: Any = None
 
     @staticmethod
     def of(problem: Problem, arrays: tuple[Any, ...]) -> Inputs:
@@ -41,9 +43,10 @@ class Inputs:
         bias = rest.pop(0) if problem.bias != "none" else None
         sinks = rest.pop(0) if problem.sinks else None
         page_table = rest.pop(0) if problem.page_size else None
+        kv_scales = (rest.pop(0), rest.pop(0)) if problem.kv_dtype != "none" else None
         assert not rest
-        return Inputs(options, lengths, segments, bias, sinks, page_table)
+        return Inputs(options, lengths, segments, bias, sinks, page_table, kv_scales)
 
     def arrays(self) -> tuple[Any, ...]:
         last = tuple(x for x in (self.bias, self.sinks, self.page_table) if x is not None)
-        return (self.options, *(self.lengths or ()), *(self.segments or ()), *last)
+        return (self.options, *(self.lengths or ()), *(self.segments or ()), *last, *(self.kv_scales or ()))

@@ -46,7 +46,8 @@ SOFT_CAP = 30.0  # of the inputs of problems with one
 def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     """Random normal q, k and v, and `Inputs.arrays()`: lengths of at least half the tokens and one, segments, a bias, sinks.
 
-    With pages, each page of the two pools is some sequence's, in random order.
+    With pages, each page of the two pools is some sequence's, in random order. Keys and values of 8 bits are such as scales of
+    about 1 / 32 belong to.
     """
     p = problem
     keys = jax.random.split(key, 8)
@@ -54,6 +55,8 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     kv = (pages, p.page_size, p.kv_heads) if pages else (p.batch, p.kv_tokens, p.kv_heads)
     shapes = ((p.batch, p.q_tokens, p.q_heads, p.head_dim), (*kv, p.head_dim), (*kv, p.v_dim))
     qkv = [jax.random.normal(k, s, p.dtype) for k, s in zip(keys, shapes, strict=False)]
+    if p.kv_dtype != "none":
+        qkv[1:] = [_of_eight_bits(x, p.kv_dtype) for x in qkv[1:]]
     cap = SOFT_CAP if p.soft_cap else 0.0
     scale = 1 / math.sqrt(p.head_dim)
     rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
@@ -73,7 +76,17 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
         rest.append(jax.random.normal(keys[6], (1, p.q_heads), jnp.float32))
     if pages:
         rest.append(jax.random.permutation(keys[7], pages).astype(jnp.int32).reshape(p.batch, -1))
+    if p.kv_dtype != "none":
+        rest += [jax.random.uniform(k, (1, p.kv_heads), jnp.float32, 0.5 / _SCALED, 2 / _SCALED) for k in keys[5:7]]
     return (*qkv, *rest)
+
+
+_SCALED = 32  # what random keys and values of 8 bits are multiplied by
+
+
+def _of_eight_bits(x: jax.Array, dtype: str) -> jax.Array:
+    x = x.astype(jnp.float32) * _SCALED
+    return jnp.clip(jnp.round(x), -127, 127).astype(jnp.int8) if dtype == "int8" else x.astype(dtype)
 
 
 # --- Forward --------------------------------------------------------------------------------------------------------
@@ -126,7 +139,8 @@ def _splits(problem: Problem, gpu: Gpu) -> tuple[int, ...]:
 
 def splits_keys_by_default(problem: Problem) -> bool:
     """Whether it has few query tokens, and the kernel with `kv_splits` runs it."""
-    few = problem.q_tokens <= _FEW_TOKENS or problem.page_size > 0  # without splits no kernel reads pages
+    other = problem.page_size > 0 or problem.kv_dtype != "none"  # what no kernel without splits reads
+    few = problem.q_tokens <= _FEW_TOKENS or other
     return few and splits_keys(problem) is None
 
 
@@ -284,6 +298,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 
 _EXPONENTIALS = 16  # a clock, of an SM (arXiv 2407.08608, section 3.1)
 _LANES = 128  # float32 operations a clock, of an SM
+_WIDENING_OPERATIONS = 1.2  # of a number of 8 bits that becomes one of 16: load, conversion, store
 _SCORE_OPERATIONS = 5  # scale, maximum, sum, rounding: of the kernel with `kv_splits`
 
 
@@ -390,7 +405,8 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """For each number of splits, cluster that any GPU has and number of blocks that share an SM, the deepest pipeline.
 
     Of three or four stages: deeper ones were never faster, and two hardly hide the latency of a load. But with lengths, where
-    pairs of blocks share a head's keys, three blocks of two stages on an SM were faster than two of three.
+    pairs of blocks share a head's keys, three blocks of two stages on an SM were faster than two of three. With keys of 8 bits
+    two blocks with steps of 128 keys were fastest nearly everywhere.
     """
     found = []
     for kv_splits, kv_cluster, tile_kv in itertools.product(_splits(problem, gpu), KV_CLUSTERS, (64, 128)):
@@ -401,6 +417,7 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         legal = [c for c in pipelines if check(problem, c, gpu) is None]
         in_pairs = problem.lengths and not problem.page_size and kv_splits == kv_cluster == 2
         least = 2 if in_pairs and padded(problem.head_dim) == 2 * PANEL and tile_kv == 64 else 3
+        least = 2 if problem.kv_dtype != "none" and tile_kv == 128 else least
         for shared in (1, 2, 3):
             found += [c for c in legal if c.max_concurrent_steps >= least and blocks_of_an_sm(problem, c, gpu) >= shared][:1]
         found += legal[-1:] if len(legal) == 1 else []
@@ -426,7 +443,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
         if waves and wave:
             shared = math.ceil(wave / sms)  # blocks of an SM at a time
             through_hbm = of_hbm * wave * (1 + _UNEVEN * (1 - wave / (shared * sms)))
-            in_flight = shared * sum(split_stages(c)) * 2 * c.tile_kv * padded(p.head_dim)
+            in_flight = shared * sum(split_stages(c)) * p.kv_itemsize * c.tile_kv * padded(p.head_dim)
             through_hbm *= 1 + _DEEP * max(0.0, in_flight / _ENOUGH - 1)
             crowded = _CROWDED if clusters and wave < at_once else 1.0
             steps_of_wave = max(_split_block(p, c, shared, gpu) * crowded, through_hbm)
@@ -448,9 +465,11 @@ def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     """
     d = padded(p.head_dim)
     steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
-    scores, loaded = ROWS * c.tile_kv, 4 * c.tile_kv * d
+    scores, loaded = ROWS * c.tile_kv, 2 * p.kv_itemsize * c.tile_kv * d
     compute = 4 * scores * d / rate(gpu)
-    compute += (scores / _EXPONENTIALS + (_SCORE_OPERATIONS * scores + 1.5 * ROWS * d) / _LANES) / gpu.clock_hz
+    widened = 0 if p.kv_dtype == "none" else 2 * c.tile_kv * d
+    operations = _SCORE_OPERATIONS * scores + 1.5 * ROWS * d + _WIDENING_OPERATIONS * widened
+    compute += (scores / _EXPONENTIALS + operations / _LANES) / gpu.clock_hz
     waits = _WAITS + _PAGES * (p.page_size > 0)
     in_flight = max((sum(split_stages(c)) - 1) / 2, _LEAST_IN_FLIGHT)  # steps
     return steps * max(compute + waits, shared * compute, shared * loaded / load_rate(gpu), rates.LOAD_LATENCY / in_flight)
@@ -460,12 +479,12 @@ def distance(x: Problem, y: Problem) -> float | None:
     """How far `x` is from `y`, to reuse a config: |log2| ratios of sizes and windows, and a little for each other difference.
 
     None where a config cannot be reused: the head dims that the kernels compute with differ, one alone has a bias or
-    pages, or gradients differ in `deterministic` or `bias_grad`.
+    pages or keys of 8 bits, or gradients differ in `deterministic` or `bias_grad`.
     """
     sizes = [size for p in (x, y) for size in (p.batch, p.q_tokens, p.kv_tokens, p.q_heads)]
     if min(sizes) < 1 or max(x.head_dim, y.head_dim) > HEAD_DIMS[-1]:
         return None
-    kinds = [(*_head_dims(p), p.bias != "none", p.page_size > 0, _gradient_kind(p)) for p in (x, y)]
+    kinds = [(*_head_dims(p), p.bias != "none", p.page_size > 0, p.kv_dtype, _gradient_kind(p)) for p in (x, y)]
     if kinds[0] != kinds[1]:
         return None
     sides = ((x.batch * x.q_heads, y.batch * y.q_heads), (x.q_tokens, y.q_tokens), (x.kv_tokens, y.kv_tokens))

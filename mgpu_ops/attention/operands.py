@@ -185,6 +185,12 @@ class Operands:
         sink: jax.Array = sinks[b if sinks.shape[0] > 1 else 0, head]
         return sink
 
+    def kv_scale(self, what: Literal["k", "v"], at: Position) -> jax.Array:
+        """Of a head's keys or values of 8 bits. The arrays are flat: entries of the batch, or one for all, times heads."""
+        scales, heads = self.inputs.kv_scales[0 if what == "k" else 1], self.problem.kv_heads
+        scale: jax.Array = scales[(at.batch * heads if scales.shape[0] > heads else 0) + at.head]
+        return scale
+
     # --- From products of queries and keys to scores
 
     def capped(self, s: jax.Array, bias: jax.Array | None = None) -> jax.Array:

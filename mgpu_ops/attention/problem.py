@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from mgpu_ops import kv_cache
 from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, rounded_values
 from mgpu_ops.core import limits
 from mgpu_ops.core.gpu import Gpu
@@ -25,6 +26,7 @@ class Problem:
 
     batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim: dimensions; kv_heads divides q_heads.
     dtype: of q, k and v, "bfloat16" or "float16" in the kernels.
+    kv_dtype: "none", that of q; or "float8_e4m3fn" or "int8" for k and v of 8 bits, each with a scale for each head.
     causal: bounds the right side by 0.
     window_left, window_right: keys before and after a row's own that it sees; -1 is a side without bound.
     align: "top_left", the offset is 0, or "bottom_right", it is kv_tokens - q_tokens: the last query sees the last key.
@@ -58,6 +60,7 @@ class Problem:
     v_head_dim: int = 0
     page_size: int = 0
     soft_cap_after_bias: bool = False
+    kv_dtype: str = "none"
 
     def __post_init__(self) -> None:
         check_fields(self, {"window_left": -1, "window_right": -1})
@@ -69,6 +72,11 @@ class Problem:
     def v_dim(self) -> int:
         """Columns of a head of v and of the output."""
         return self.v_head_dim or self.head_dim
+
+    @property
+    def kv_itemsize(self) -> int:
+        """Bytes of a number of k and v."""
+        return itemsize_of(self.dtype if self.kv_dtype == "none" else self.kv_dtype)
 
     @property
     def left(self) -> int | None:
@@ -310,6 +318,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"bias {p.bias!r} is not one of {', '.join(BIASES)}: cast it, or use backend='xla'"
     if p.soft_cap_after_bias and not (p.soft_cap and p.bias != "none"):
         return f"soft_cap_after_bias is for a soft cap and a bias, not soft_cap={p.soft_cap} and bias={p.bias!r}: leave it out"
+    if p.kv_dtype != "none" and (reason := widens(p)):
+        return reason
     if p.page_size and (reason := _supports_pages(p, gpu)):
         return reason
     rows = p.batch * max(p.q_tokens * (p.q_heads if p.bias != "none" else 1), 0 if p.page_size else p.kv_tokens)
@@ -326,6 +336,19 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     if max(p.window_left, p.window_right) > MAX_WINDOW:
         return f"a window of {max(p.window_left, p.window_right)} keys is more than {MAX_WINDOW}: leave it out"
     return None
+
+
+def widens(problem: Problem) -> str | None:
+    """Why no config can run a problem with keys and values of 8 bits, which then become q's dtype first; or None."""
+    p = problem
+    if p.kv_dtype not in kv_cache.DTYPES:
+        return f"kv_dtype {p.kv_dtype!r} is not one of none, {', '.join(kv_cache.DTYPES)}: cast keys and values"
+    if p.head_dim not in SPLIT_HEAD_DIMS or p.v_head_dim:
+        return (
+            f"kv_dtype={p.kv_dtype} is for a head_dim of {', '.join(map(str, SPLIT_HEAD_DIMS))} of keys and of values, not "
+            f"{p.head_dim} and {p.v_dim}, as padding would copy them at each call: pad them once"
+        )
+    return splits_keys(p)
 
 
 def _supports_pages(p: Problem, gpu: Gpu) -> str | None:
@@ -358,8 +381,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = problem, config
     if c.kv_splits:
         return _check_split(p, c, gpu)
-    if p.page_size:
-        return "kv_splits=0 reads no pages: use kv_splits of 1 or more"
+    if p.page_size or p.kv_dtype != "none":
+        return "kv_splits=0 reads no pages, and no keys of 8 bits: use kv_splits of 1 or more"
     if c.kv_cluster != 1:
         return f"kv_cluster={c.kv_cluster} must be 1 with kv_splits=0"
     if c.compute_warpgroups not in (1, 2, 3):
@@ -429,6 +452,8 @@ def splits_keys(problem: Problem) -> str | None:
     """Why no config with `kv_splits` can run `problem`, or None."""
     p = problem
     what, way_out = "kv_splits", "use kv_splits=0"
+    if p.kv_dtype != "none":
+        what, way_out = f"the kernel with kv_dtype={p.kv_dtype}", "cast keys and values to q's dtype, or use backend='xla'"
     if p.page_size:
         what, way_out = "the kernel with pages", "gather the pages, or use backend='xla'"
     if p.bias != "none" or p.segments:
@@ -502,7 +527,10 @@ def blocks_of_an_sm(problem: Problem, config: Config, gpu: Gpu) -> int:
 def split_smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block of the kernel with `kv_splits`. What a cluster receives lies where keys lay."""
     c, d, cluster = config, padded(problem.head_dim), config.kv_cluster
-    keys = limits.block_bytes([((stages, c.tile_kv, d), 2) for stages in split_stages(c)], 0)
+    stored: list[limits.Buffer] = [((stages, c.tile_kv, d), problem.kv_itemsize) for stages in split_stages(c)]
+    if problem.kv_dtype != "none":
+        stored.append(((c.tile_kv, d), 2))  # a tile as 16-bit floats
+    keys = limits.block_bytes(stored, 0)
     inbox = limits.block_bytes([((ROWS, d), 4), ((cluster, ROWS), 4), ((2,), 4)], 0) if cluster > 1 else 0
     pages = page_indices(problem, c)
     buffers: list[limits.Buffer] = [((max(keys, inbox),), 1)]
@@ -515,6 +543,8 @@ def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
     """Why no config of the backward kernels can run `problem` on `gpu`, or None."""
     if problem.page_size:
         return "there is no gradient with pages: gather them, and leave page_table (page_size) out"
+    if problem.kv_dtype != "none":
+        return f"there is no gradient with kv_dtype={problem.kv_dtype}: cast keys and values to q's dtype"
     if problem.bias_grad and problem.soft_cap and not problem.soft_cap_after_bias:
         return "the gradient of a bias beside soft_cap is not in the kernels: pass a mask in its place, or backend='xla'"
     return supports(problem, gpu)

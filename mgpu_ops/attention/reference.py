@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,15 @@ _CHUNK_BYTES = 2**31  # of scores in memory at a time
 def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Output [batch, q_tokens, q_heads, v_dim] of q's dtype, and the logarithms of rows' sums of exponentials, +inf for none.
 
-    `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is).
+    `rest`: `Inputs.arrays()`. Scores and softmax are float32 (float64 where q is). Keys and values of 8 bits become q's dtype,
+    in which they are exact, and their scales count in the scores and the output.
     """
     p, inputs = problem, Inputs.of(problem, tuple(rest))
     if inputs.page_table is not None:
         k, v = (_gather_pages(x, inputs.page_table) for x in (k, v))
         p, inputs = dataclasses.replace(p, page_size=0), dataclasses.replace(inputs, page_table=None)
+    if p.kv_dtype != "none":
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
     if some_see_nothing(p) or p.left is not None or p.right is not None:
         q, k, v = zero_unseen(p, inputs, q, k, v)
     group, count = p.q_heads // p.kv_heads, p.batch * p.kv_heads
@@ -75,6 +79,8 @@ class _KvHead:
         def chunk(x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             first, q = x
             out, lse = _softmax_of(self._scores(b, n, first, _product("tgd,sd->gts", q, k)), v, self._sinks(b, n, q.shape[1]))
+            if self.inputs.kv_scales is not None:
+                out = out * self._kv_scale("v", b, n)
             return out.astype(q.dtype), lse[..., 0].T.astype(jnp.float32)
 
         starts = jnp.arange(self.chunks) * self.rows
@@ -90,10 +96,18 @@ class _KvHead:
         of_batch = sinks[0 if sinks.shape[0] == 1 else b]
         return lax.dynamic_slice_in_dim(of_batch, n * group, group)[:, None, None]
 
+    def _kv_scale(self, what: Literal["k", "v"], b: jax.Array, n: jax.Array) -> jax.Array:
+        """Of a head's keys or values of 8 bits."""
+        scales = self.inputs.kv_scales[0 if what == "k" else 1]
+        scale: jax.Array = scales[0 if scales.shape[0] == 1 else b, n]
+        return scale
+
     def _scores(self, b: jax.Array, n: jax.Array, first: jax.Array, products: jax.Array) -> jax.Array:
         """The scores [group, rows, kv_tokens] of a chunk of rows from their products with the keys: -inf where not visible."""
         options = self.inputs.options
         s = products * options[0]
+        if self.inputs.kv_scales is not None:
+            s = s * self._kv_scale("k", b, n)
         after = self.problem.soft_cap_after_bias
         if self.problem.soft_cap and not after:
             s = options[1] * jnp.tanh(s / options[1])
@@ -240,8 +254,9 @@ def bytes_moved(problem: Problem) -> int:
     columns = p.head_dim + p.v_dim
     pages = p.batch * math.ceil(int((end - first).sum()) / p.page_size) if p.page_size else 0
     rest = 4 * queries + bias + 4 * p.q_heads * p.sinks + 4 * pages
+    rest += 0 if p.kv_dtype == "none" else 8 * p.kv_heads
     padding = p.batch * (whole.q_tokens - p.q_tokens) * p.q_heads * (4 + p.v_dim * itemsize_of(p.dtype))
-    return (queries + keys) * columns * itemsize_of(p.dtype) + rest + padding
+    return columns * (queries * itemsize_of(p.dtype) + keys * p.kv_itemsize) + rest + padding
 
 
 def backward_flops(problem: BackwardProblem) -> int:

@@ -5,6 +5,7 @@ For this q's heads are two dimensions, heads of k times those of q that share on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +73,8 @@ def _operands(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> list[
     found += ["batch T", "batch S"] if inputs.segments is not None else []
     found += [_broadcast("batch kv group T S", x) for x in [inputs.bias] if x is not None]
     found += [_broadcast("batch kv group", x) for x in [inputs.sinks] if x is not None]
-    return found + ["batch OF_ENTRY"] * (inputs.page_table is not None)
+    found += ["batch OF_ENTRY"] * (inputs.page_table is not None)
+    return found + [_broadcast("batch kv", x) for x in inputs.kv_scales or ()]
 
 
 def _broadcast(dimensions: str, x: jax.Array) -> str:
@@ -105,4 +107,4 @@ def _join(x: jax.Array, axis: int) -> jax.Array:
 
 def _inputs(inputs: Inputs, change: Callable[[jax.Array, int], jax.Array]) -> Inputs:
     bias, sinks = (None if x is None else change(x, 1) for x in (inputs.bias, inputs.sinks))
-    return Inputs(inputs.options, inputs.lengths, inputs.segments, bias, sinks, inputs.page_table)
+    return dataclasses.replace(inputs, bias=bias, sinks=sinks)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.core.fp8 import BLOCK
 
 
@@ -19,13 +20,6 @@ def scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
 def scale_or_one(largest: jax.Array, dtype: Any) -> jax.Array:
     """The same; 1 where the value is 0."""
     return jnp.where(largest == 0.0, 1.0, scale_of(largest, dtype))
-
-
-def with_scale(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """x / scale in 8 bits, saturated at the dtype's largest number; NaN and infinities stay what they are."""
-    largest, wide = float(jnp.finfo(dtype).max), x.astype(jnp.float32)
-    scaled = wide / scale
-    return jnp.where(jnp.isfinite(wide), jnp.clip(scaled, -largest, largest), scaled).astype(dtype)
 
 
 def largest_finite(x: jax.Array) -> jax.Array:

@@ -17,10 +17,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from mgpu_ops import floats, integers
+from mgpu_ops import floats, integers, kv_cache
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import limits, mesh
 from mgpu_ops.core.batching import one_after_the_other
+from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.rms_rows import checked_norm, divided, supports_rows
 from mgpu_ops.rotary import Problem, checked_norms
@@ -43,7 +44,8 @@ class _Call:
     def apart(self, arrays: Sequence[Any]) -> Arrays:
         """The arrays by name, or what there is of each, such as whether vmap maps it."""
         end = 6 + 2 * self.of_rows
-        return Arrays._make((*arrays[:6], arrays[6:end], arrays[end:]))
+        last = end + 3 * self.of_heads
+        return Arrays._make((*arrays[:6], arrays[6:end], arrays[end:last], arrays[last:]))
 
 
 def rotary_into_cache(
@@ -59,6 +61,8 @@ def rotary_into_cache(
     q_norm: ArrayLike | None = None,
     k_norm: ArrayLike | None = None,
     epsilon: float = 1e-6,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     backend: dispatch.Backend | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates the queries and keys of one new token for each sequence, and writes its keys and values to the cache.
@@ -71,7 +75,7 @@ def rotary_into_cache(
     Args:
       qkv: [batch, (q_heads + 2 kv_heads) head_dim]: the heads of the queries, then of the keys, then of the values.
       cos, sin: of each sequence's angles, floats [batch, head_dim / 2] or [head_dim / 2].
-      k_cache, v_cache: [batch, tokens, kv_heads, head_dim], of qkv's dtype.
+      k_cache, v_cache: [batch, tokens, kv_heads, head_dim], of qkv's dtype, or both of 8 bits, float8_e4m3fn or int8.
       positions: integers [batch] or a scalar: the row of the cache. One out of range counts as the nearest.
       rms_rows: rows [batch, width], of any floats. Where given, qkv is first divided by sqrt(mean over the row of rms_rows^2 +
         rms_epsilon): an RMS norm in front of the product that qkv is of, qkv = rms_rows @ w, with the norm's weight as a
@@ -80,6 +84,9 @@ def rotary_into_cache(
       q_norm, k_norm: weights [head_dim] of an RMS norm of each head of q and of k, used as float32; None for no norm. With
         rms_rows, heads are normalised after the division.
       epsilon: of both norms of heads, a Python number of at least 0.
+      k_scale, v_scale: of caches of 8 bits, floats above 0, a scalar, [kv_heads] or [batch, kv_heads]; 1 by default. The new
+        keys and values, rounded to qkv's dtype, are divided by them, rounded to 8 bits and saturated at +-448 or +-127, as
+        `flash_attention` takes them with the same scales. An infinity becomes NaN in float8_e4m3fn, NaN 0 in int8.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
         machine, slow), "xla". Default: $MGPU_OPS_BACKEND, else the kernel where it runs: 16-bit floats, a head_dim that is a
         multiple of 64 up to 512, and kv_heads that divide q_heads, with kv_heads head_dim a multiple of 256. With norms of
@@ -93,16 +100,14 @@ def rotary_into_cache(
     Raises:
       ValueError: shapes or dtypes that do not fit each other, one of q_norm and k_norm alone, an epsilon below 0 or not
         finite, an unknown backend, or one that cannot run the kernel.
-      TypeError: not arrays of floats, positions that are no integers; a gradient.
+      TypeError: not arrays of floats, positions that are no integers; a scale without a cache of 8 bits; a gradient.
     """
-    names = ("qkv", "cos", "sin", "k_cache", "v_cache")
-    given = (
-        floats.array("rotary_into_cache", name, x) for name, x in zip(names, (qkv, cos, sin, k_cache, v_cache), strict=True)
-    )
-    rows, cosines, sines, k, v = given
+    given = (floats.array("rotary_into_cache", name, x) for name, x in (("qkv", qkv), ("cos", cos), ("sin", sin)))
+    rows, cosines, sines = given
+    k, v = (kv_cache.array("rotary_into_cache", name, x) for name, x in (("k_cache", k_cache), ("v_cache", v_cache)))
     where = integers.array("positions", positions)
     _check(rows, k, v)
-    batch, tokens, _, head_dim = k.shape
+    batch, tokens, kv_heads, head_dim = k.shape
     angles = []
     for name, x in (("cos", cosines), ("sin", sines)):
         if x.shape not in ((batch, head_dim // 2), (head_dim // 2,)):
@@ -116,8 +121,13 @@ def rotary_into_cache(
     norm = checked_norm("rotary_into_cache", batch, rms_rows, rms_epsilon)
     weights, number = checked_norms("rotary_into_cache", head_dim, q_norm, k_norm, epsilon)
     of_heads = [*weights, jnp.full((1,), number, np.float32)] if weights else []
+    scales: Sequence[jax.Array] = ()
+    if k.dtype == rows.dtype:
+        kv_cache.without_scales(k.dtype, k_scale, v_scale)
+    else:
+        scales = kv_cache.checked_scales("rotary_into_cache", batch, kv_heads, k_scale, v_scale)
     call = _Call(dispatch.requested_backend(backend), bool(norm), bool(of_heads))
-    arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *norm, *of_heads)
+    arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *norm, *of_heads, *scales)
     q, k, v = _rotated(call, *arrays)
     return q, k, v
 
@@ -127,8 +137,11 @@ def _check(qkv: jax.Array, k: jax.Array, v: jax.Array) -> None:
         raise ValueError(
             f"k_cache{k.shape} and v_cache{v.shape} must both be [batch, tokens, kv_heads, head_dim], none of them 0"
         )
-    if not qkv.dtype == k.dtype == v.dtype:
-        raise ValueError(f"qkv is {qkv.dtype}, k_cache {k.dtype} and v_cache {v.dtype}: cast them to one")
+    if k.dtype != v.dtype or (k.dtype != qkv.dtype and k.dtype.name not in kv_cache.DTYPES):
+        raise ValueError(
+            f"qkv is {qkv.dtype}, k_cache {k.dtype} and v_cache {v.dtype}: cast them to one, or both caches to "
+            f"{' or '.join(kv_cache.DTYPES)}"
+        )
     batch, _, kv_heads, head_dim = k.shape
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} has no halves: it must be even")
@@ -141,7 +154,7 @@ def _check(qkv: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotated(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of qkv, cos and sin [batch or 1, head_dim / 2], both caches, positions [batch or 1], and what norms take."""
+    """Of qkv, cos and sin [batch or 1, head_dim / 2], both caches, positions [batch or 1], what norms take, and scales."""
     found: tuple[jax.Array, jax.Array, jax.Array] = _batchable(call)(*arrays)
     return found
 
@@ -167,7 +180,8 @@ def _batchable(call: _Call) -> Any:
         """Sequences are split."""
         turned, position = ("ONE" if x.shape[0] == 1 else "batch" for x in (arrays[1], arrays[5]))
         cache, norms = "batch S KV D", ", batch K, ONE" * call.of_rows + ", D, D, ONE" * call.of_heads
-        operands = f"batch JOINED, {turned} HALF, {turned} HALF, {cache}, {cache}, {position}{norms}"
+        scales = "".join(f", {'ONE' if x.shape[0] == 1 else 'batch'} KV" for x in call.apart(arrays).scales)
+        operands = f"batch JOINED, {turned} HALF, {turned} HALF, {cache}, {cache}, {position}{norms}{scales}"
         return partition.Rule("rotary_into_cache", f"{operands} -> batch T H D, {cache}, {cache}")
 
     rotate = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.backend))
@@ -176,7 +190,10 @@ def _batchable(call: _Call) -> Any:
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         if not size or any(call.apart(batched).of_heads):  # a launch takes one weight of each norm
             return one_after_the_other(rotate, batched, arrays), (True,) * 3
-        own, others = arrays[: 6 + call.of_rows], arrays[6 + call.of_rows :]
+        scaled = len(call.apart(arrays).scales)
+        first, last = 6 + call.of_rows, len(arrays) - scaled
+        own, others = (*arrays[:first], *arrays[last:]), arrays[first:last]
+        mapped_own = (*batched[:first], *batched[last:])
 
         batch = arrays[0].shape[1 if batched[0] else 0]
 
@@ -186,8 +203,8 @@ def _batchable(call: _Call) -> Any:
                 return x[0]
             return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(-1, *x.shape[2:])
 
-        folded = [fold(x, mapped) for x, mapped in zip(own, batched[: len(own)], strict=True)]
-        out = rotate(*folded, *others)
+        folded = [fold(x, mapped) for x, mapped in zip(own, mapped_own, strict=True)]
+        out = rotate(*folded[:first], *others, *folded[first:])
         return tuple(x.reshape(size, batch, *x.shape[1:]) for x in out), (True,) * 3
 
     return jax.jit(rotate)
@@ -234,7 +251,7 @@ def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: boo
 
 def reference(arrays: Arrays) -> tuple[jax.Array, ...]:
     """The same through XLA."""
-    qkv, cos, sin, k, v, positions, of_rows, of_heads = arrays
+    qkv, cos, sin, k, v, positions, of_rows, of_heads, scales = arrays
     dtype = qkv.dtype
     if of_heads and of_rows:  # rounded once, after both norms
         qkv = qkv.astype(np.promote_types(dtype, np.float32))
@@ -244,6 +261,8 @@ def reference(arrays: Arrays) -> tuple[jax.Array, ...]:
     heads, normalised = rows.shape[1] - 2 * kv_heads, bool(of_heads)
     problem = Problem(batch, cos.shape[0], heads, kv_heads, head_dim, dtype.name, normalised=normalised)
     q, *new = (x[:, None].astype(dtype) for x in rotary_reference(problem, rows, cos, sin, *of_heads))
+    if scales:
+        new = [with_scale(x, scale[:, None, :, None], k.dtype) for x, scale in zip(new, scales, strict=True)]
     if positions.shape[0] == 1:
         write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=positions[0], axis=1)
         return q, write(k, new[0]), write(v, new[1])

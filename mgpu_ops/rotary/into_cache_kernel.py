@@ -5,10 +5,13 @@ or to the row of the cache that the sequence's position names. A block finds the
 
 With norms of heads, four heads at once are normalised, one by each warp, whose threads exchange their sums of squares. Weights
 come with the halves, from where they are: had XLA to lay them out first, that would take a kernel in front of this one.
+
+For a cache of 8 bits the heads of keys and values, as they would be stored, are divided by their scales and rounded once more.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,13 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.limits import WARP
+from mgpu_ops.core.narrow import narrow
 from mgpu_ops.core.row_norm import factor_of_squares, row_factor, sums_of_rows
 from mgpu_ops.rotary.into_cache_arrays import AT_ONCE, Arrays
 
 
 def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
     """Runs the kernel; the caches are written in place where XLA can give them up."""
-    qkv, cos, sin, k, v, positions, of_rows, of_heads = arrays
+    qkv, cos, sin, k, v, positions, of_rows, of_heads, scales = arrays
     batch, tokens, kv_heads, head_dim = k.shape
     half, heads = head_dim // 2, qkv.shape[1] // head_dim - 2 * kv_heads
     groups = heads // kv_heads + 2  # of queries, and one of keys and of values
@@ -33,13 +37,15 @@ def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
     angles = jnp.stack(jnp.broadcast_arrays(cos, sin), 1)
     angles = jnp.broadcast_to(angles[:, :, None], (angles.shape[0], 2, kv_heads, half))
     caches = [jax.new_ref(cache.reshape(batch, tokens, kv_heads, 2, half)) for cache in (k, v)]
+    flat, count = [x.reshape(-1) for x in scales], len(of_rows) + len(of_heads)
     norms = [*(weight.reshape(2, half) for weight in of_heads[:2]), *of_heads[2:]]
 
     def body(
-        x: Any, angles: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, turns: Any, full: Any, weights: Any = None
+        x: Any, angles: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, turns: Any, full: Any, **more: Any
     ) -> None:
-        *norm, q = rest
-        norm, norms = norm[: len(of_rows)], norm[len(of_rows) :]
+        *given, q = rest
+        norm, norms, scales = given[: len(of_rows)], given[len(of_rows) : count], given[count:]
+        weights, narrowed = more.get("weights"), more.get("narrowed", halves)
         row, group = lax.axis_index("row"), lax.axis_index("group")
         of_group = pl.ds(group * kv_heads, kv_heads)
         for i, smem in enumerate(halves):
@@ -55,10 +61,15 @@ def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
             _normalise_and_rotate(halves, turns, factor, weights, norms[2][0], group < groups - 1)
         else:
             _rotate(halves, turns, factor, group < groups - 1)
+        if scales:
+            engine.warpgroup_barrier()  # all threads have written their part of a head
+            for number, of_heads in enumerate(scales):
+                first = row * (kv_heads if of_heads.shape[0] > kv_heads else 0)
+                pl.when(group == groups - 2 + number)(functools.partial(_narrow, halves, narrowed, of_heads, first))
         plgpu.commit_smem()  # TMA sees what was written
         _store(halves, q.at[row, of_group], group < groups - 2)
-        _store(halves, k.at[row, at], group == groups - 2)
-        _store(halves, v.at[row, at], group == groups - 1)
+        _store(narrowed, k.at[row, at], group == groups - 2)
+        _store(narrowed, v.at[row, at], group == groups - 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
     q = engine.kernel(
@@ -76,8 +87,9 @@ def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
             "turns": plgpu.SMEM((2, kv_heads, half), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=3 + (2 * AT_ONCE if norms else 0)),
             **({"weights": plgpu.SMEM((2, AT_ONCE, half), jnp.float32)} if norms else {}),
+            **({"narrowed": tuple(plgpu.SMEM((kv_heads, half), k.dtype) for _ in range(2))} if scales else {}),
         },
-    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *of_rows, *norms)
+    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *of_rows, *norms, *flat)
     return q.reshape(batch, 1, heads, head_dim), *(jax.freeze(cache).reshape(k.shape) for cache in caches)
 
 
@@ -94,6 +106,12 @@ def _rotate(halves: tuple[Any, Any], turns: Any, factor: jax.Array | None, here:
         c, s = (turns[i] for i in range(2))
         halves[0][...] = (left * c - right * s).astype(dtype)
         halves[1][...] = (right * c + left * s).astype(dtype)
+
+
+def _narrow(halves: tuple[Any, Any], narrowed: tuple[Any, Any], scales: Any, first: jax.Array) -> None:
+    """Heads divided by their scales, in 8 bits."""
+    for src, dst in zip(halves, narrowed, strict=True):
+        narrow(src, dst, scales, first)
 
 
 def _load(weight: Any, smem: Any, full: Any) -> None:

@@ -106,6 +106,8 @@ _STEPS = {
     "llama-fp8-step": "training with FP8 products",
     "llama-decode": "decoding",
     "llama-int8-decode": "decoding, int8 weights",
+    "llama-kv8-decode": "decoding, FP8 cache",
+    "llama-int8-kv8-decode": "decoding, int8 weights and FP8 cache",
 }
 
 

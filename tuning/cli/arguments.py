@@ -284,6 +284,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "soft_cap_after_bias": _FLAG | {"help": "with --soft-cap: the bias is added before the cap, not after it"},
         "sinks": _FLAG | {"help": "attention sinks: each query head has one more logit in its softmax's sum"},
         "page_size": _SIZE | {"help": "paged KV cache: tokens of a page, 16, 32, 64, 128 or 256 (default: no pages)"},
+        "kv_dtype": {
+            "choices": ("none", "float8_e4m3fn", "int8"),
+            "help": "of the keys and values: 8 bits for a quantized KV cache (default: none, that of the queries)",
+        },
         "deterministic": _FLAG | {"help": "backward: gradients have the same bits in every run"},
         "bias_grad": _FLAG | {"help": "backward: also compute the gradient of the bias"},
     },

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.jax_names import Layout, with_layout_constraint
 from mgpu_ops.matmul.quantizing.model import baseline_cost, candidates, cost, default, distance, space
@@ -31,7 +32,7 @@ from mgpu_ops.matmul.quantizing.problem import (
     supports,
     tolerance,
 )
-from mgpu_ops.matmul.rounding import finite_size, largest_finite, rounded, scale_or_one, with_scale
+from mgpu_ops.matmul.rounding import finite_size, largest_finite, rounded, scale_or_one
 from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 

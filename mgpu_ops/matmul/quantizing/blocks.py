@@ -23,9 +23,11 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from mgpu_ops.core import engine
+from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
+from mgpu_ops.core.narrow import floats, four
 from mgpu_ops.core.registers import i32
 from mgpu_ops.matmul.quantizing.problem import ROWS, WARPS, Config, Problem, scale_shapes, tiles
 from mgpu_ops.matmul.quantizing.tile import (
@@ -33,8 +35,6 @@ from mgpu_ops.matmul.quantizing.tile import (
     Place,
     Tile,
     address,
-    floats,
-    four,
     i64,
     i64_of,
     less,
@@ -45,7 +45,7 @@ from mgpu_ops.matmul.quantizing.tile import (
     store_transposed,
     word,
 )
-from mgpu_ops.matmul.rounding import finite_size, scale_or_one, with_scale
+from mgpu_ops.matmul.rounding import finite_size, scale_or_one
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:

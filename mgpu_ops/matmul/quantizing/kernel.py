@@ -27,8 +27,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from mgpu_ops.core import engine
+from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
+from mgpu_ops.core.narrow import floats, four
 from mgpu_ops.core.registers import i32
 from mgpu_ops.matmul.quantizing.problem import ROWS, WARPS, Config, Problem, computed, tiles
 from mgpu_ops.matmul.quantizing.tile import (
@@ -36,8 +38,6 @@ from mgpu_ops.matmul.quantizing.tile import (
     Place,
     Tile,
     address,
-    floats,
-    four,
     i64,
     less,
     load,
@@ -47,7 +47,7 @@ from mgpu_ops.matmul.quantizing.tile import (
     store_transposed,
     word,
 )
-from mgpu_ops.matmul.rounding import largest_finite, with_scale
+from mgpu_ops.matmul.rounding import largest_finite
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:

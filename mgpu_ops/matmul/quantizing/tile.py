@@ -145,37 +145,6 @@ def load(p: Problem, c: Config, source: Any, at: Any, how: str) -> list[Any]:
     return words
 
 
-def floats(dtype: str, words: Sequence[Any]) -> list[Any]:
-    """The numbers of words as float32."""
-    if dtype == "float32":
-        return [mosaic.bitcast(word, ir.F32Type.get()) for word in words]
-    code = {
-        "bfloat16": "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
-        "float16": "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-    }[dtype]
-    return [x for word in words for x in mosaic.inline_ptx(code, word, result_types=[ir.F32Type.get()] * 2)]
-
-
-def four(to: str, x: Sequence[Any], by: Sequence[Any]) -> Any:
-    """Four numbers, each divided by its scale as XLA divides and rounded, as the bytes of a word.
-
-    Rounding to 8 bits saturates infinities too. Those of x become NaN in e4m3 (0 x + x), and 1 more than the largest number in
-    e5m2, which is infinity.
-    """
-    narrow = {"float8_e4m3fn": "e4m3x2", "float8_e5m2": "e5m2x2"}[to]
-    lines = ["{ .reg .f32 q<4>; .reg .b16 low, high; .reg .pred p;"]
-    for i in range(4):
-        if narrow == "e4m3x2":
-            lines.append(f"fma.rn.f32 q{i}, ${i + 1}, 0f00000000, ${i + 1}; div.full.f32 q{i}, q{i}, ${i + 5};")
-        else:
-            lines.append(f"div.full.f32 q{i}, ${i + 1}, ${i + 5};")
-    lines.append(f"cvt.rn.satfinite.{narrow}.f32 low, q1, q0; cvt.rn.satfinite.{narrow}.f32 high, q3, q2;")
-    lines.append("mov.b32 $0, {low, high};")
-    if narrow == "e5m2x2":
-        lines += [f"testp.infinite.f32 p, ${i + 1}; @p add.u32 $0, $0, {1 << 8 * i};" for i in range(4)]
-    return mosaic.inline_ptx(" ".join([*lines, "}"]), *x, *by, result_types=word())
-
-
 def _transposed_bytes(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """Of words of 16 rows, four columns each, the words of each column."""
     columns: list[list[Any]] = [[] for _ in range(4 * len(rows[0]))]

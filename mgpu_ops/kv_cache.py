@@ -1,0 +1,45 @@
+"""A quantized KV cache, keys and values of 8 bits: their dtypes and their scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from mgpu_ops import floats
+
+DTYPES = ("float8_e4m3fn", "int8")
+
+
+def array(function: str, name: str, x: ArrayLike) -> jax.Array:
+    """Keys or values: floats, or integers of 8 bits."""
+    found = floats.any_array(function, name, x, "floats")
+    return found if found.dtype == jnp.int8 else floats.array(function, name, found)
+
+
+def checked_scales(
+    function: str, batch: int, heads: int, k_scale: ArrayLike | None, v_scale: ArrayLike | None
+) -> tuple[jax.Array, jax.Array]:
+    """The scales of keys and of values, float32 [batch or 1, heads] each; 1 where there is none."""
+
+    def one(name: str, scale: ArrayLike | None) -> jax.Array:
+        if scale is None:
+            return jnp.ones((1, heads), jnp.float32)
+        found = floats.array(function, name, scale)
+        if found.shape not in ((), (heads,), (batch, heads)):
+            raise ValueError(
+                f"{name} has shape {found.shape}: it must be a scalar, [kv_heads] = {(heads,)} or [batch, kv_heads] = "
+                f"{(batch, heads)}"
+            )
+        return jnp.broadcast_to(found.astype(jnp.float32), found.shape if found.ndim == 2 else (1, heads))
+
+    return one("k_scale", k_scale), one("v_scale", v_scale)
+
+
+def without_scales(dtype: Any, k_scale: ArrayLike | None, v_scale: ArrayLike | None) -> None:
+    """Raises for a scale beside keys and values that are not of 8 bits."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            raise TypeError(f"{name} is for keys and values of 8 bits, and they are {dtype}: multiply them, or leave it out")
