@@ -80,7 +80,7 @@ def moe(
 
     Works under jit, grad (reverse mode), vmap, scan, checkpoint and shard_map. The backward pass keeps x, and gate and up
     before the activation (tokens x top_k rows of hidden, twice). It gathers the rows of x again, and no product is computed
-    twice. Under `jax.checkpoint` all is computed again. Without gradients, and with at most 1536 columns of `hidden`, the first
+    twice. Under `jax.checkpoint` all is computed again. Without gradients, and with at most 1280 columns of `hidden`, the first
     kernel loads the rows of x by index, and no sorted copy of them is made.
 
     Raises ValueError and TypeError for what its parts refuse.
@@ -418,7 +418,7 @@ def _layer(
     return _down(call, hidden, w_down, sizes, _scale(weights, order), positions)
 
 
-_IN_THE_LOAD = 1536  # columns of a gate, at most: with more, rows that are loaded by index cost more than a sorted copy
+_IN_THE_LOAD = 1280  # columns of a gate, at most: with more, rows that are loaded by index cost more than a sorted copy
 
 
 def _tokens(order: jax.Array, positions: jax.Array) -> jax.Array:

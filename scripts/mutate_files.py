@@ -98,6 +98,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     "flash_attention": [
         {"bias": "float32", "soft_cap": True, "soft_cap_after_bias": True, "segments": True, "window_right": 64},
         {"dtype": "float16", "align": "top_left", "sinks": True, "lengths": True},
+        {"q_tokens": 1, "kv_dtype": "int8"},
     ],
     "flash_attention_backward": [
         {"deterministic": True, "lengths": True, "segments": True, "soft_cap": True, "window_right": 64},

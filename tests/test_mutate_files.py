@@ -16,7 +16,7 @@ COUNTS = {"database": 100, "journal": 200, "csv": 500, "problems": 500}
 NO_OTHER = {  # fields that have one value in all problems that a kernel runs
     "quantized_matmul": {"layout"},
     "quantized_grouped_matmul": {"layout"},
-    "flash_attention_backward": {"page_size"},
+    "flash_attention_backward": {"kv_dtype", "page_size"},
     "all_gather": {"reduction"},
 }
 

@@ -276,7 +276,23 @@ _PAGED: dict[str, Problem] = {
         ("llama3-70b", 256, 4096, 128, False),
     )
 }
-SHAPES = _LONG | _HEADS | _DECODE | _SINKS | _PAGED
+_ALSO_IN_EIGHT_BITS = (
+    "llama3-8b-decode-1x8192",
+    "llama3-8b-decode-1x131072",
+    "llama3-8b-decode-16x8192",
+    "llama3-8b-decode-256x1024",
+    "llama3-8b-verify-16x8192",
+    "llama3-70b-decode-64x8192-lengths",
+    "llama3-70b-decode-paged64-64x8192-lengths",
+    "gpt2-decode-64x1024",
+)
+_EIGHT_BITS: dict[str, Problem] = {  # a quantized KV cache
+    f"{name}-{label}": dataclasses.replace(p, kv_dtype=kv_dtype)
+    for name, p in (_DECODE | _PAGED).items()
+    for label, kv_dtype in (("fp8", "float8_e4m3fn"), ("int8", "int8"))
+    if name in _ALSO_IN_EIGHT_BITS
+}
+SHAPES = _LONG | _HEADS | _DECODE | _SINKS | _PAGED | _EIGHT_BITS
 SUITES: dict[str, Sequence[str]] = {
     "llm": list(_LONG),
     **{f"d{d}": [name for name, p in _LONG.items() if p.head_dim == d] for d in (64, 128, 256)},
@@ -284,9 +300,10 @@ SUITES: dict[str, Sequence[str]] = {
     "decode": list(_DECODE),
     "sinks": list(_SINKS),
     "paged": list(_PAGED),
+    "kv8": list(_EIGHT_BITS),
 }
 BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in (_LONG | _HEADS).items()}
-BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in ("decode", "sinks", "paged")}
+BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in ("decode", "sinks", "paged", "kv8")}
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
