@@ -398,8 +398,10 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     p, c = problem, config
     if c.kv_splits:
         return _check_split(p, c, gpu)
-    if p.page_size or p.kv_dtype != "none":
-        return "kv_splits=0 reads no pages, and no keys of 8 bits: use kv_splits of 1 or more"
+    if p.page_size:
+        return "kv_splits=0 reads no pages: use kv_splits of 1 or more"
+    if p.kv_dtype != "none":
+        return f"kv_splits=0 reads no keys of kv_dtype={p.kv_dtype}: use kv_splits of 1 or more"
     if c.kv_cluster != 1:
         return f"kv_cluster={c.kv_cluster} must be 1 with kv_splits=0"
     if c.compute_warpgroups not in (1, 2, 3):

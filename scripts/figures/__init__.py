@@ -43,6 +43,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
         ops.moe,
         ops.collectives,
         programs.program,
+        programs.program_h100,
         programs.program_models,
         programs.program_kernels,
         programs.compile_times,

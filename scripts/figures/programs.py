@@ -45,6 +45,13 @@ def program(results: Path) -> Iterator[str]:
     yield next(sources(*found))  # the page has pictures of its own
 
 
+def program_h100(results: Path) -> Iterator[str]:
+    """The same on an H100."""
+    steps, found = steps_of_programs(results, "h100")
+    yield from _steps(sorted(steps.items(), key=_order_of_step), _step)
+    yield next(sources(*found))
+
+
 def program_models(results: Path) -> Iterator[str]:
     """The same of models that nothing is tuned for, by model."""
     steps, found = steps_of_programs(results, "h100", "llama-models")
