@@ -76,6 +76,11 @@ def paged(page_size: int, q_tokens: int = 1, head_dim: int = HEAD_DIM, **kwargs:
     return {"q": array(BATCH, q_tokens, HEADS, head_dim), "k": pool, "v": pool, "page_table": table, **kwargs}
 
 
+def in_eight_bits(arguments: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Arguments with keys and values of 8 bits."""
+    return arguments | {name: jax.ShapeDtypeStruct(arguments[name].shape, jnp.dtype(dtype)) for name in "kv"}
+
+
 def scores(*shape: int, dtype: Any = "bfloat16") -> jax.ShapeDtypeStruct:
     return array(*(shape or (BATCH, HEADS, TOKENS, TOKENS)), dtype=dtype)
 
@@ -140,6 +145,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "`page_table`, head_dim 80": paged(64, head_dim=80),
     "`page_table`, 1024 query tokens": paged(64, q_tokens=TOKENS, causal=True),
     "`page_table`, segments": paged(64, q_segment_ids=integers(BATCH, 1), kv_segment_ids=IDS),
+    "keys and values of 8 bits (`float8_e4m3fn`), 16 query tokens, lengths": in_eight_bits(
+        call(q_tokens=16, heads=(HEADS, 2), kv_lengths=LENGTHS, causal=True), "float8_e4m3fn"
+    ),
+    "the same (`int8`), `page_table`": in_eight_bits(paged(16, kv_lengths=LENGTHS), "int8"),
+    "the same, 1024 query tokens": in_eight_bits(call(), "int8"),
     "`scale`, also negative": call(scale=-0.5),
     "`return_lse`, with its gradient": call(return_lse=True),
     "`deterministic`": call(deterministic=True),
@@ -240,7 +250,8 @@ def where(function: Callable[..., Any], arguments: dict[str, Any], device: gpus.
         return sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(out))
 
     with watched(device) as ran:
-        jax.eval_shape(output if "page_table" in arguments else jax.grad(output), floats, arrays)
+        no_gradient = "page_table" in arguments or arguments["k"].dtype != arguments["q"].dtype
+        jax.eval_shape(output if no_gradient else jax.grad(output), floats, arrays)
     return cells(ran)
 
 

@@ -358,3 +358,70 @@ def test_random_sizes_with_norms_of_heads_are_those_in_float64(seed, assert_near
         for y, again, z in zip(first, second, normalised(given, **options), strict=True):
             assert_near(y, z, 4e-3)
             np.testing.assert_array_equal(y, again)
+
+
+# --- A cache of 8 bits
+
+KV_DTYPES = ["float8_e4m3fn", "int8"]
+
+
+def in_eight_bits(given: list[Any], kv_dtype: str) -> list[Any]:
+    """The same with caches of 8 bits."""
+    return [*given[:3], *((20 * x.astype(F32)).astype(kv_dtype) for x in given[3:5]), given[5]]
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_a_cache_of_eight_bits_gets_rows_divided_by_scales(kv_dtype, backend, assert_near):
+    given = in_eight_bits(arrays(), kv_dtype)
+    k_scale, v_scale = np.float32([[0.03, 0.05], [0.02, 0.04], [0.1, 0.06]]), np.float32([0.02, 0.07])  # of entries, of heads
+    run = functools.partial(rotary_into_cache, backend=backend, k_scale=k_scale, v_scale=v_scale)
+    q, k, v = jax.jit(run)(*given)
+    wanted = written_out(*arrays())
+    assert_near(q, wanted[0], 4e-3)
+    assert (k.dtype, v.dtype) == (given[3].dtype,) * 2
+    for b, at in enumerate(np.asarray(given[5])):
+        for found, truth, scale in ((k, wanted[1], k_scale[b]), (v, wanted[2], v_scale)):
+            one, truth = (np.asarray(x[b, at]).astype(np.float64) for x in (found, truth))
+            largest = scale[:, None] * (127 if kv_dtype == "int8" else 448)
+            one, truth = one * scale[:, None], np.clip(truth, -largest, largest)
+            step = 0.51 * scale[:, None] if kv_dtype == "int8" else 2.0**-4 * np.abs(truth) + 2.0**-10 * scale[:, None]
+            assert (np.abs(one - truth) <= step + 4e-3 * (1 + np.abs(truth))).all()
+    kept = np.array(given[3] == k).all((2, 3))
+    assert kept.sum() >= kept.size - len(kept)  # all rows but one of each sequence
+    assert backend == "xla" or not engine.races_found()
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_what_is_beyond_eight_bits_is_saturated(backend):
+    qkv, *others = in_eight_bits(arrays(), "float8_e4m3fn")
+    _, _, v = rotary_into_cache(1e6 * qkv, *others, backend=backend)
+    written = np.asarray(v.astype(F32))[np.arange(3), np.asarray(others[-1])]
+    assert (np.abs(written) == 448).mean() > 0.9
+    _, _, v = rotary_into_cache(jnp.full_like(qkv, jnp.nan), *in_eight_bits(arrays(), "int8")[1:], backend=backend)
+    assert not np.asarray(v)[np.arange(3), np.asarray(others[-1])].any()  # NaN is 0
+
+
+def test_scales_and_caches_that_do_not_fit_say_why():
+    given = arrays()
+    with pytest.raises(TypeError, match="k_scale is for keys and values of 8 bits, and they are bfloat16"):
+        rotary_into_cache(*given, k_scale=1.0)
+    eight_bits = in_eight_bits(given, "int8")
+    with pytest.raises(ValueError, match=r"v_scale has shape \(3,\): it must be a scalar, \[kv_heads\] = \(2,\) or \[batch"):
+        rotary_into_cache(*eight_bits, v_scale=np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="k_cache int8 and v_cache bfloat16: cast them to one, or both caches to"):
+        rotary_into_cache(*eight_bits[:4], given[4], given[5])
+
+
+def test_vmap_over_caches_and_scales():
+    given, scales = in_eight_bits(arrays(), "int8"), np.float32([0.03, 0.05, 0.1])
+
+    def one(x: Any, k: Any, v: Any, at: Any, scale: Any) -> Any:
+        return rotary_into_cache(x[None], given[1][0], given[2][0], k[None], v[None], at, k_scale=scale, v_scale=0.1)
+
+    found = jax.vmap(one)(given[0], *given[3:], scales)
+    for i in range(3):
+        wanted = one(given[0][i], given[3][i], given[4][i], given[5][i], scales[i])
+        for x, y in zip(found, wanted, strict=True):
+            difference = np.abs(np.asarray(x[i]).astype(np.float64) - np.asarray(y).astype(np.float64))
+            assert difference.max() <= 1  # a rotation may be rounded the other way
