@@ -20,6 +20,8 @@ NOT_THERE = {  # what tensors' functions leave out
     *("config", "backward_config", "return_lse", "preferred_element_type"),
     *("precision", "scale_a", "scale_b", "scale_lhs", "scale_rhs", "group_offset", "row_scale", "row_indices", "page_table"),
     "rms_epsilon",
+    "k_scale",
+    "v_scale",
 }
 
 
