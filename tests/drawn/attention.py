@@ -16,10 +16,11 @@ import numpy as np
 from mgpu_ops import SPECS, flash_attention, use_configs
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.kv_cache import DTYPES
 from mgpu_ops.registry.capture import capture
 from tests.arrays import normal
 from tests.drawn.case import Case, Wanted, config_of, short, side
-from tests.mgpu_ops.attention import cases, paged
+from tests.mgpu_ops.attention import cases, paged, quantized
 
 HEAD_DIMS = (64, 128, 80, 96, 112, 160, 192, 224, 256, 40, 72)
 _LIMITS = {"bfloat16": 1.0, "float16": 0.15}  # of errors in bfloat16, which are below
@@ -73,6 +74,41 @@ def pages(seed: int, gpu: Gpu, tiny: bool) -> Case:
     found = cases.truth(drawn.q, *drawn.gathered(), **options, **named)
     wanted = {"out": found["out"], "lse": found["lse"]}
     return _of(f"pages={page_size}x{pages_each} lengths={lengths}", arrays, options, {}, wanted, dtype, gpu, rng)
+
+
+def eight_bits(seed: int, gpu: Gpu, tiny: bool) -> Case:
+    """Decoding from a cache of 8 bits."""
+    rng = random.Random(f"eight bits {seed}")
+    gpu = dataclasses.replace(gpu, sms=4 if tiny else rng.choice((4, 16, gpu.sms)))
+    kv_heads, group, batch = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 8)), rng.randint(1, 4)
+    tokens, dtype, kv_dtype = side(rng, 1, 300 if tiny else 3000), rng.choice(("bfloat16", "float16")), rng.choice(DTYPES)
+    cache = quantized.draw(
+        seed,
+        batch=batch,
+        q_tokens=rng.choice((1, 1, 1, 2, 7)),
+        kv_tokens=tokens,
+        q_heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=rng.choice((64, 128, 256)),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    options: dict[str, Any] = {"causal": True} if rng.random() < 0.4 else {}
+    if rng.random() < 0.4:
+        options["window"] = (rng.randint(0, 400), rng.choice((None, 0, 30)))
+    if rng.random() < 0.3:
+        options["soft_cap"] = 5.0
+    if rng.random() < 0.3:
+        options["scale"] = rng.choice((0.3, -0.2, 1.0))
+    named: dict[str, np.ndarray] = {}
+    if rng.random() < 0.6:
+        named["kv_lengths"] = np.array([rng.randint(0, tokens) for _ in range(batch)], np.int32)
+    if rng.random() < 0.3:
+        named["sinks"] = np.asarray(normal(seed + 9, kv_heads * group))
+    found = cases.truth(cache.q, *cache.wide(), **options, **named)
+    arrays = {name: np.asarray(getattr(cache, name)) for name in "qkv"} | cache.scales | named
+    wanted = {"out": found["out"], "lse": found["lse"]}
+    return _of(f"{kv_dtype} {batch}x{tokens}", arrays, options, {}, wanted, dtype, gpu, rng)
 
 
 def _case(op: str, seed: int, gpu: Gpu, tiny: bool) -> Case:

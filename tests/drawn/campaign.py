@@ -73,6 +73,7 @@ def drawers() -> dict[str, Callable[..., Any]]:
         "attention": attention.forward,
         "attention_gradients": attention.gradients,
         "attention_pages": attention.pages,
+        "attention_eight_bits": attention.eight_bits,
         "calls": calls.case,
     }
 
@@ -94,6 +95,7 @@ WEIGHTS = {
     "attention": 5,
     "attention_gradients": 8,
     "attention_pages": 2,
+    "attention_eight_bits": 2,
     "calls": 12,
 }
 
