@@ -25,7 +25,7 @@ def narrow(src: Any, dst: Any, scales: Any, first: jax.Array) -> None:
     """dst[i, j] = src[i, j] / scales[first + i], rounded, by all threads of a warpgroup; `plgpu.commit_smem` comes after it.
 
     src: 16-bit floats [rows, columns] in shared memory, untiled; dst: the same of float8_e4m3fn or int8. scales: float32 in
-    global memory, flat. columns are a multiple of 4, and rows times columns of 512 or more.
+    global memory, flat. columns are a multiple of 4.
     """
     rows, columns = src.shape
     if interpreting():

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats
@@ -22,7 +23,10 @@ def array(function: str, name: str, x: ArrayLike) -> jax.Array:
 def checked_scales(
     function: str, batch: int, heads: int, k_scale: ArrayLike | None, v_scale: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The scales of keys and of values, float32 [batch or 1, heads] each; 1 where there is none."""
+    """The scales of keys and of values, float32 [batch or 1, heads] each; 1 where there is none.
+
+    Raises for shapes and dtypes that do not fit, and for numbers of Python or NumPy that are not above 0.
+    """
 
     def one(name: str, scale: ArrayLike | None) -> jax.Array:
         if scale is None:
@@ -33,6 +37,8 @@ def checked_scales(
                 f"{name} has shape {found.shape}: it must be a scalar, [kv_heads] = {(heads,)} or [batch, kv_heads] = "
                 f"{(batch, heads)}"
             )
+        if not isinstance(scale, jax.Array) and not (np.asarray(scale, np.float64) > 0).all():  # without asking a device
+            raise ValueError(f"{name}={scale!r:.80} must be above 0: the sign belongs to the keys or values")
         return jnp.broadcast_to(found.astype(jnp.float32), found.shape if found.ndim == 2 else (1, heads))
 
     return one("k_scale", k_scale), one("v_scale", v_scale)
