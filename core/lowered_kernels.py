@@ -156,8 +156,10 @@ def _about(ctx: Any) -> list[Any]:
     devices = () if mesh is None else (mesh.axis_names, mesh.axis_sizes, jax.process_count(), jax.device_count())
     mosaic = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOSAIC_GPU_"))
     settings = [getattr(jax.config, name, None) for name in _SETTINGS]
+    # A kernel's text names the files of its source lines: a kept one is of the same files as one that another process lowers.
+    folders = () if jax.config.jax_hlo_source_file_canonicalization_regex else tuple(map(str, _roots()))
     # Mosaic converts floats of 8 bits by the instructions that ptxas knows.
-    return [_FORMAT, utils._infer_arch(), ptxas.isa(), devices, mosaic, settings]
+    return [_FORMAT, utils._infer_arch(), ptxas.isa(), devices, mosaic, settings, folders]
 
 
 @functools.cache
@@ -166,7 +168,7 @@ def _versions() -> tuple[str, ...] | None:
 
     None where these may not be what this process runs.
     """
-    jaxs, ours = (Path(sys.modules[name].__path__[0]) for name in ("jax", __package__.partition(".")[0]))
+    jaxs, ours = _roots()
     sources = hashlib.sha256()
     for path in _sources(jaxs / "_src" / "pallas", jaxs / "experimental" / "mosaic" / "gpu", ours):
         if path.stat().st_mtime > _STARTED:
@@ -174,6 +176,12 @@ def _versions() -> tuple[str, ...] | None:
             return None
         sources.update(path.read_bytes())
     return jax.__version__, jaxlib.__version__, sources.hexdigest()
+
+
+def _roots() -> tuple[Path, Path]:
+    """The folders of JAX and of this library."""
+    jaxs, ours = (Path(sys.modules[name].__path__[0]) for name in ("jax", __package__.partition(".")[0]))
+    return jaxs, ours
 
 
 def _sources(*roots: Path) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,32 @@ def test_a_kernel_that_the_cache_has_is_not_lowered_again(cache, lowerings):
     forget()
     assert text(product, A, B) == first
     assert lowerings == ["mgpu_ops_matmul"]
+
+
+def test_a_kernel_of_another_folder_is_lowered_again_unless_its_text_names_none(cache, lowerings, monkeypatch, tmp_path):
+    text(product, A, B)
+    roots = lowered_kernels._roots()
+    monkeypatch.setattr(lowered_kernels, "_roots", lambda: (roots[0], tmp_path))
+    forget()
+    text(product, A, B)
+    assert len(lowerings) == 2
+    with _canonical():
+        forget()
+        text(product, A, B)
+        monkeypatch.setattr(lowered_kernels, "_roots", lambda: roots)
+        forget()
+        text(product, A, B)
+    assert len(lowerings) == 3
+
+
+@contextlib.contextmanager
+def _canonical():
+    before = jax.config.jax_hlo_source_file_canonicalization_regex
+    jax.config.update("jax_hlo_source_file_canonicalization_regex", ".*")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_hlo_source_file_canonicalization_regex", before)
 
 
 @pytest.mark.gpu
