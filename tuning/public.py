@@ -126,7 +126,7 @@ def _ragged_contraction(problem: RaggedContractionProblem, backend: dispatch.Bac
 
 def _flash_attention(problem: FlashAttentionProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
     p = problem
-    if p.align == "top_left" and (p.segments or p.soft_cap or p.sinks or p.page_size or p.kv_dtype != "none"):
+    if p.align == "top_left" and (p.segments or p.soft_cap or p.sinks or p.page_size or p.eight_bits):
         raise ValueError(
             "dot_product_attention, which aligns first tokens, has no segment ids, soft cap, sinks, pages or keys of 8 bits"
         )

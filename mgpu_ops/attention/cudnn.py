@@ -35,7 +35,7 @@ def refuses(problem: Problem) -> str | None:
         return "takes no sinks"
     if p.page_size:
         return "is not called with pages"
-    if p.kv_dtype != "none":
+    if p.eight_bits:
         return "takes keys and values of the queries' dtype"
     if p.segments:
         return "takes no segment ids"

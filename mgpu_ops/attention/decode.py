@@ -189,7 +189,7 @@ class _ThreadBlock:
         terms = x.mask_terms(at.batch)
         share = _Share.of(terms.kv_range(*packing.token_range(at), c.tile_kv), mine, c.kv_splits, p.page_size > 0)
         factor = x.inputs.options[1 if p.soft_cap else 0] * LOG2E
-        if p.kv_dtype != "none" and not p.soft_cap:
+        if p.eight_bits and not p.soft_cap:
             factor *= x.kv_scale("k", at)
         return _ThreadBlock(p, c, packing, x, at, part, share, terms, factor, smem, full, *accs)
 
@@ -231,7 +231,7 @@ class _ThreadBlock:
         if what == "v":
             load(self.x.v, first, self.smem["v"].at[stage])
             return
-        if self._eight_bits:
+        if self.p.eight_bits:
             load(self.x.k, first, self.smem["k"].at[stage])
             return
         for panel in range(self.p.head_dim // PANEL):
@@ -300,48 +300,45 @@ class _ThreadBlock:
     def _step(self, masked: bool, step: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
         k_stage, v_stage = opaque(self._stage("k", step)), opaque(self._stage("v", step))
         # 1. Scores.
-        plgpu.barrier_wait(self.full["k"].at[k_stage])
-        if self._eight_bits:
-            self._widen("k", k_stage, step)
+        self._wait("k", k_stage, step)
         self.s_acc[...] = jnp.zeros(self.s_acc.shape, jnp.float32)
         for panel in range(self.p.head_dim // PANEL):
             engine.wgmma(self.s_acc, self.smem["q"].at[panel], engine.transpose_ref(self._keys(k_stage, panel)))
         s = engine.accumulated(self.s_acc, 0)
-        if not self._eight_bits:
-            self._refill("k", step)
+        self._release("k", step)
         # 2. Weights.
         weights, softmax, rescale = softmax.update(self._scores(s, step, masked), self.smem["q"].dtype)
         self.o_acc[...] = engine.accumulated(self.o_acc, 0) * along_rows(rescale, self.o_acc.shape)
         # 3. Weights times values.
-        plgpu.barrier_wait(self.full["v"].at[v_stage])
-        if self._eight_bits:
-            self._widen("v", v_stage, step)
-        engine.wgmma(self.o_acc, weights, self.smem["wide"] if self._eight_bits else self.smem["v"].at[v_stage])
+        self._wait("v", v_stage, step)
+        engine.wgmma(self.o_acc, weights, self.smem["wide"] if self.p.eight_bits else self.smem["v"].at[v_stage])
         engine.wgmma_wait(0)
-        if not self._eight_bits:
-            self._refill("v", step)
+        self._release("v", step)
         return softmax
 
-    @property
-    def _eight_bits(self) -> bool:
-        return self.p.kv_dtype != "none"
+    def _wait(self, what: Literal["k", "v"], stage: jax.Array, step: jax.Array) -> None:
+        """Waits for a tile. One of 8 bits is written to where it is multiplied, as float16, and its stage filled again."""
+        plgpu.barrier_wait(self.full[what].at[stage])
+        if self.p.eight_bits:
+            engine.warpgroup_barrier()  # each warp has waited for its own part of the last product from there
+            widen(self.smem[what].at[stage], self.smem["wide"])
+            plgpu.commit_smem()
+            self._refill(what, step)
 
-    def _widen(self, what: Literal["k", "v"], stage: jax.Array, step: jax.Array) -> None:
-        """Writes a tile of 8 bits to where it is multiplied, as float16, and starts the next copy to its stage."""
-        engine.warpgroup_barrier()  # each warp has waited for its own part of the last product from there
-        widen(self.smem[what].at[stage], self.smem["wide"])
-        plgpu.commit_smem()
-        self._refill(what, step)
+    def _release(self, what: Literal["k", "v"], step: jax.Array) -> None:
+        """Fills the stage of a tile that was multiplied again, if it was multiplied from there."""
+        if not self.p.eight_bits:
+            self._refill(what, step)
 
     def _keys(self, stage: jax.Array, panel: int) -> Any:
         """64 columns of a tile of keys, as they are multiplied."""
-        if self._eight_bits:
+        if self.p.eight_bits:
             return self.smem["wide"].at[:, pl.ds(panel * PANEL, PANEL)]
         return self.smem["k"].at[stage, panel]
 
     def _scores(self, s: jax.Array, step: jax.Array, masked: bool) -> Scores:
         if self.p.soft_cap:
-            s = self.x.capped(s * self.x.kv_scale("k", self.at) if self._eight_bits else s)
+            s = self.x.capped(s * self.x.kv_scale("k", self.at) if self.p.eight_bits else s)
         if masked:
             s = jnp.where(self._sees(step, s.shape), s, -jnp.inf)
         return Scores(s, self.factor)
@@ -362,7 +359,7 @@ class _ThreadBlock:
         if self.p.lengths:  # query tokens from there on are padding
             padding = self.packing.tokens(rows) >= self.terms.q_end
             softmax = OnlineSoftmax(softmax.row_max, jnp.where(padding, 0.0, softmax.row_sum))
-        scale = self.x.kv_scale("v", self.at) if self._eight_bits else None
+        scale = self.x.kv_scale("v", self.at) if self.p.eight_bits else None
         partial = softmax.normalise(engine.accumulated(self.o_acc, 0), some_see_nothing=True, rescale=scale)
         lse = jnp.where(softmax.row_sum == 0, -jnp.inf, softmax.row_max + jnp.log2(softmax.row_sum))
         parts = exchange(partial, lse)
@@ -435,7 +432,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
     if p.page_size:
         inputs = dataclasses.replace(inputs, page_table=_flat_table(inputs.page_table, page_indices(p, c)))
-    if p.kv_dtype != "none":
+    if p.eight_bits:
         q = q.astype(jnp.float16)
         inputs = dataclasses.replace(inputs, kv_scales=tuple(x.reshape(-1) for x in inputs.kv_scales))
     if p.lengths:  # one array, which XLA makes in one kernel where they are computed
@@ -488,9 +485,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     (k_stages, v_stages), panels = split_stages(c), p.head_dim // PANEL
-    eight_bits = p.kv_dtype != "none"
-    dtype = jnp.float16 if eight_bits else p.dtype  # of what is multiplied
-    if eight_bits:
+    dtype = jnp.float16 if p.eight_bits else p.dtype  # of what is multiplied
+    if p.eight_bits:
         stored = {what: _in_rows((n, c.tile_kv, p.head_dim), p.kv_dtype) for what, n in (("k", k_stages), ("v", v_stages))}
         stored["wide"] = _in_rows((c.tile_kv, p.head_dim), dtype)
     else:
@@ -507,7 +503,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
         "q": swizzled((panels, ROWS, PANEL), dtype),
         "barriers": {
             "q": plgpu.Barrier(),
-            "k": plgpu.Barrier(num_arrivals=panels if p.page_size and not eight_bits else 1, num_barriers=k_stages),
+            "k": plgpu.Barrier(num_arrivals=panels if p.page_size and not p.eight_bits else 1, num_barriers=k_stages),
             "v": plgpu.Barrier(num_barriers=v_stages),
             **({"page_table": plgpu.Barrier(num_arrivals=indices // chunk)} if indices else {}),
         },

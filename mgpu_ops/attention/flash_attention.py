@@ -1,9 +1,9 @@
 """flash_attention: softmax(scale q k^T + bias, where visible) v for each head, forward and backward, for NVIDIA Hopper.
 
 `problem.py` says what is computed and which configs can run it, `mask.py` which key a row sees, `model.py` which configs are
-worth trying; `forward.py` and `backward.py` are the kernels from load to store, `launch.py` and `operands.py` their
-arrays, `reference.py` the same through XLA; `arguments.py` checks a call. Here is the public function with its gradient and
-batching rules, and the specs of the two ops.
+worth trying, `shapes.py` which problems have names; `forward.py` and `backward.py` are the kernels from load to store,
+`launch.py` and `operands.py` their arrays, `reference.py` the same through XLA; `arguments.py` checks a call. Here is the
+public function with its gradient and batching rules, and the specs of the two ops.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.mask import zero_unseen
 from mgpu_ops.attention.model import candidates, cost, default, distance, inputs, space
 from mgpu_ops.attention.problem import (
-    BACKWARD_SHAPES,
-    BACKWARD_SUITES,
-    SHAPES,
-    SUITES,
     BackwardConfig,
     BackwardProblem,
     Config,
@@ -43,10 +39,11 @@ from mgpu_ops.attention.problem import (
     backward_spills_outside_loops,
     check,
     check_backward,
+    reads_eight_bits,
     supports,
     supports_backward,
-    widens,
 )
+from mgpu_ops.attention.shapes import BACKWARD_SHAPES, BACKWARD_SUITES, SHAPES, SUITES
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.derivatives import first_order
@@ -224,8 +221,7 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """The output and the natural logarithm of each row's sum of exponentials."""
     call, inputs = arguments.call(), arguments.inputs()
     q, k, v = arguments.q, arguments.k, arguments.v
-    eight_bits = inputs.kv_scales is not None
-    if eight_bits and inputs.page_table is None and (not isinstance(q.shape[0], int) or widens(call.problem(q, k, v, inputs))):
+    if inputs.kv_scales is not None and _become_wide(call.problem(q, k, v, inputs)):
         k, v = (_in_dtype(q.dtype, x, scale) for x, scale in zip((k, v), inputs.kv_scales, strict=True))
         inputs = dataclasses.replace(inputs, kv_scales=None)
     if arguments.hides_tokens and inputs.page_table is None:  # XLA does it where it has gathered the pages
@@ -242,6 +238,11 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     if inputs.sinks is not None:  # alone in the sum; -inf is none, and without a gradient
         nothing = jnp.where(inputs.sinks == -jnp.inf, -jnp.inf, inputs.sinks)[:, :, None].astype(lse.dtype)
     return out, jnp.where(lse == jnp.inf, nothing, lse)
+
+
+def _become_wide(problem: Problem) -> bool:
+    """Whether keys and values of 8 bits become q's dtype before they are attended to. Pools of pages stay what they are."""
+    return not problem.page_size and (not isinstance(problem.batch, int) or reads_eight_bits(problem) is not None)
 
 
 def _in_dtype(dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -479,7 +480,7 @@ def joined(
 
 def _baseline(problem: Problem) -> Baseline | None:
     """cuDNN; with pages XLA, which gathers them, and with keys of 8 bits, which it writes in 16."""
-    through_xla = problem.page_size or problem.kv_dtype != "none"
+    through_xla = problem.page_size or problem.eight_bits
     return Baseline("xla", reference.forward) if through_xla else cudnn.baseline(problem)
 
 

@@ -43,7 +43,7 @@ class Inputs:
         bias = rest.pop(0) if problem.bias != "none" else None
         sinks = rest.pop(0) if problem.sinks else None
         page_table = rest.pop(0) if problem.page_size else None
-        kv_scales = (rest.pop(0), rest.pop(0)) if problem.kv_dtype != "none" else None
+        kv_scales = (rest.pop(0), rest.pop(0)) if problem.eight_bits else None
         assert not rest
         return Inputs(options, lengths, segments, bias, sinks, page_table, kv_scales)
 

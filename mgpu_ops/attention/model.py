@@ -35,6 +35,7 @@ from mgpu_ops.attention.problem import (
     supports,
 )
 from mgpu_ops.core import limits, rates
+from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of, require
 
@@ -55,8 +56,8 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
     kv = (pages, p.page_size, p.kv_heads) if pages else (p.batch, p.kv_tokens, p.kv_heads)
     shapes = ((p.batch, p.q_tokens, p.q_heads, p.head_dim), (*kv, p.head_dim), (*kv, p.v_dim))
     qkv = [jax.random.normal(k, s, p.dtype) for k, s in zip(keys, shapes, strict=False)]
-    if p.kv_dtype != "none":
-        qkv[1:] = [_of_eight_bits(x, p.kv_dtype) for x in qkv[1:]]
+    if p.eight_bits:
+        qkv[1:] = [with_scale(x, jnp.float32(1 / _SCALED), p.kv_dtype) for x in qkv[1:]]
     cap = SOFT_CAP if p.soft_cap else 0.0
     scale = 1 / math.sqrt(p.head_dim)
     rest = [jnp.array([scale, cap, scale / cap if cap else 0.0], jnp.float32)]
@@ -76,17 +77,12 @@ def inputs(problem: Problem, key: jax.Array) -> tuple[jax.Array, ...]:
         rest.append(jax.random.normal(keys[6], (1, p.q_heads), jnp.float32))
     if pages:
         rest.append(jax.random.permutation(keys[7], pages).astype(jnp.int32).reshape(p.batch, -1))
-    if p.kv_dtype != "none":
+    if p.eight_bits:
         rest += [jax.random.uniform(k, (1, p.kv_heads), jnp.float32, 0.5 / _SCALED, 2 / _SCALED) for k in keys[5:7]]
     return (*qkv, *rest)
 
 
 _SCALED = 32  # what random keys and values of 8 bits are multiplied by
-
-
-def _of_eight_bits(x: jax.Array, dtype: str) -> jax.Array:
-    x = x.astype(jnp.float32) * _SCALED
-    return jnp.clip(jnp.round(x), -127, 127).astype(jnp.int8) if dtype == "int8" else x.astype(dtype)
 
 
 # --- Forward --------------------------------------------------------------------------------------------------------
@@ -139,7 +135,7 @@ def _splits(problem: Problem, gpu: Gpu) -> tuple[int, ...]:
 
 def splits_keys_by_default(problem: Problem) -> bool:
     """Whether it has few query tokens, and the kernel with `kv_splits` runs it."""
-    other = problem.page_size > 0 or problem.kv_dtype != "none"  # what no kernel without splits reads
+    other = problem.page_size > 0 or problem.eight_bits  # what no kernel without splits reads
     few = problem.q_tokens <= _FEW_TOKENS or other
     return few and splits_keys(problem) is None
 
@@ -417,7 +413,7 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         legal = [c for c in pipelines if check(problem, c, gpu) is None]
         in_pairs = problem.lengths and not problem.page_size and kv_splits == kv_cluster == 2
         least = 2 if in_pairs and padded(problem.head_dim) == 2 * PANEL and tile_kv == 64 else 3
-        least = 2 if problem.kv_dtype != "none" and tile_kv == 128 else least
+        least = 2 if problem.eight_bits and tile_kv == 128 else least
         for shared in (1, 2, 3):
             found += [c for c in legal if c.max_concurrent_steps >= least and blocks_of_an_sm(problem, c, gpu) >= shared][:1]
         found += legal[-1:] if len(legal) == 1 else []
@@ -467,7 +463,7 @@ def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
     scores, loaded = ROWS * c.tile_kv, 2 * p.kv_itemsize * c.tile_kv * d
     compute = 4 * scores * d / rate(gpu)
-    widened = 0 if p.kv_dtype == "none" else 2 * c.tile_kv * d
+    widened = 0 if not p.eight_bits else 2 * c.tile_kv * d
     operations = _SCORE_OPERATIONS * scores + 1.5 * ROWS * d + _WIDENING_OPERATIONS * widened
     compute += (scores / _EXPONENTIALS + operations / _LANES) / gpu.clock_hz
     waits = _WAITS + _PAGES * (p.page_size > 0)

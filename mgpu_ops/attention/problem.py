@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from mgpu_ops import kv_cache
@@ -12,7 +11,6 @@ from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, ro
 from mgpu_ops.core import limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_sizes
-from mgpu_ops.models import MODELS
 
 # --- What is computed -------------------------------------------------------------------------------
 
@@ -74,9 +72,14 @@ class Problem:
         return self.v_head_dim or self.head_dim
 
     @property
+    def eight_bits(self) -> bool:
+        """Whether keys and values have 8 bits."""
+        return self.kv_dtype != "none"
+
+    @property
     def kv_itemsize(self) -> int:
         """Bytes of a number of k and v."""
-        return itemsize_of(self.dtype if self.kv_dtype == "none" else self.kv_dtype)
+        return itemsize_of(self.kv_dtype if self.eight_bits else self.dtype)
 
     @property
     def left(self) -> int | None:
@@ -181,130 +184,6 @@ def backward_spills_outside_loops(config: BackwardConfig) -> int:
     return 448 if config.dq_step == "next" else 0
 
 
-def _mha(head_dim: int, batch: int, tokens: int, heads: int, kv_heads: int | None = None, **mask: Any) -> Problem:
-    return Problem(batch, tokens, tokens, heads, kv_heads or heads, head_dim, **mask)
-
-
-def _of(model: str, batch: int, tokens: int, **mask: Any) -> Problem:
-    heads = MODELS[model].attention["attention"]
-    return _mha(heads.head_dim, batch, tokens, heads.q_heads, heads.kv_heads, causal=True, **mask)
-
-
-def _decode(model: str, batch: int, kv_tokens: int, q_tokens: int = 1, **mask: Any) -> Problem:
-    """The last tokens of a sequence of `kv_tokens`. One alone needs no causal mask: it sees them all."""
-    heads = MODELS[model].attention["attention"]
-    causal = q_tokens > 1 or "window_left" in mask
-    return Problem(batch, q_tokens, kv_tokens, heads.q_heads, heads.kv_heads, heads.head_dim, causal=causal, **mask)
-
-
-_LONG: dict[str, Problem] = {
-    "bert-large-512": _mha(64, 32, 512, 16),
-    "gpt2-1024-causal": _of("gpt2", 16, 1024),
-    "whisper-cross-448x1500": Problem(16, 448, 1500, 20, 20, 64),
-    "mha64-4096": _mha(64, 4, 4096, 32),
-    "mha64-4096-causal": _mha(64, 4, 4096, 32, causal=True),
-    "mha64-16384-causal": _mha(64, 1, 16384, 32, causal=True),
-    "mha128-4096": _mha(128, 4, 4096, 16),
-    "mha128-4096-causal": _mha(128, 4, 4096, 16, causal=True),
-    "mha128-16384": _mha(128, 1, 16384, 16),
-    "mha128-16384-causal": _mha(128, 1, 16384, 16, causal=True),
-    "llama3-8b-512-causal": _of("llama3-8b", 16, 512),
-    "llama3-8b-2048-causal": _of("llama3-8b", 4, 2048),
-    "llama3-8b-8192-causal": _of("llama3-8b", 1, 8192),
-    "llama3-8b-32768-causal": _of("llama3-8b", 1, 32768),
-    "llama3-70b-8192-causal": _of("llama3-70b", 1, 8192),
-    "mistral-7b-16384-window": _of("mistral-7b", 1, 16384, window_left=4095),
-    "mha256-4096": _mha(256, 4, 4096, 8),
-    "mha256-4096-causal": _mha(256, 4, 4096, 8, causal=True),
-    "gemma2-9b-8192-causal": _of("gemma2-9b", 1, 8192),
-    "gemma2-9b-8192-window": _of("gemma2-9b", 1, 8192, window_left=4095),
-}
-_DECODE: dict[str, Problem] = {
-    "llama3-8b-decode-1x8192": _decode("llama3-8b", 1, 8192),
-    "llama3-8b-decode-1x131072": _decode("llama3-8b", 1, 131072),
-    "llama3-8b-decode-16x8192": _decode("llama3-8b", 16, 8192),
-    "llama3-8b-decode-64x1024": _decode("llama3-8b", 64, 1024),
-    "llama3-8b-decode-256x1024": _decode("llama3-8b", 256, 1024),
-    "llama3-8b-verify-16x8192": _decode("llama3-8b", 16, 8192, 8),
-    "llama3-70b-decode-1x32768": _decode("llama3-70b", 1, 32768),
-    "llama3-70b-decode-64x8192-lengths": _decode("llama3-70b", 64, 8192, lengths=True),
-    "qwen3-235b-a22b-decode-16x32768": _decode("qwen3-235b-a22b", 16, 32768),
-    "mistral-7b-decode-64x8192-window": _decode("mistral-7b", 64, 8192, window_left=4095),
-    "gemma2-9b-decode-16x8192": _decode("gemma2-9b", 16, 8192),
-    "gpt2-decode-64x1024": _decode("gpt2", 64, 1024),
-}
-_WINDOW = {"window_left": 127}
-_SINKS: dict[str, Problem] = {  # gpt-oss-20b and 120b, whose attention is the same
-    "gpt-oss-1024": _of("gpt-oss-20b", 16, 1024, sinks=True),
-    "gpt-oss-8192": _of("gpt-oss-20b", 1, 8192, sinks=True),
-    "gpt-oss-8192-window": _of("gpt-oss-20b", 1, 8192, sinks=True, **_WINDOW),
-    "gpt-oss-32768": _of("gpt-oss-20b", 1, 32768, sinks=True),
-    "gpt-oss-32768-window": _of("gpt-oss-20b", 1, 32768, sinks=True, **_WINDOW),
-    "gpt-oss-decode-1x32768": _decode("gpt-oss-20b", 1, 32768, sinks=True),
-    "gpt-oss-decode-64x8192": _decode("gpt-oss-20b", 64, 8192, sinks=True),
-    "gpt-oss-decode-64x8192-window": _decode("gpt-oss-20b", 64, 8192, sinks=True, **_WINDOW),
-}
-_HEADS: dict[str, Problem] = {  # head dims other than 64, 128 and 256
-    "vit-huge-257": _mha(80, 64, 257, 16),
-    "stablelm-3b-4096-causal": _mha(80, 4, 4096, 32, causal=True),
-    "phi3-mini-4096-causal": _mha(96, 4, 4096, 32, causal=True),
-    "gpt-neox-20b-2048-causal": _mha(96, 4, 2048, 64, causal=True),
-    "mha96-4096": _mha(96, 4, 4096, 16),
-    "mha112-4096-causal": _mha(112, 4, 4096, 16, causal=True),
-    "stablelm2-12b-4096-causal": _mha(160, 4, 4096, 32, 8, causal=True),
-    "nemotron4-340b-4096-causal": _mha(192, 1, 4096, 96, 8, causal=True),
-    "deepseek-v3-4096-causal": _mha(192, 1, 4096, 128, causal=True, v_head_dim=128),
-    "deepseek-v3-16384-causal": _mha(192, 1, 16384, 16, causal=True, v_head_dim=128),  # 16 heads: one GPU of eight
-    "zamba2-7b-4096-causal": _mha(224, 1, 4096, 32, causal=True),
-}
-_PAGED: dict[str, Problem] = {
-    f"{model}-decode-paged{page_size}-{batch}x{kv_tokens}{'-lengths' * lengths}": _decode(
-        model, batch, kv_tokens, page_size=page_size, lengths=lengths
-    )
-    for model, batch, kv_tokens, page_size, lengths in (
-        ("llama3-8b", 1, 8192, 16, False),
-        ("llama3-8b", 1, 131072, 16, False),
-        ("llama3-8b", 1, 131072, 64, False),
-        ("llama3-8b", 16, 8192, 16, False),
-        ("llama3-8b", 16, 8192, 64, False),
-        ("llama3-8b", 16, 8192, 128, False),
-        ("llama3-8b", 64, 1024, 16, False),
-        ("llama3-8b", 256, 1024, 64, False),
-        ("llama3-70b", 1, 32768, 16, False),
-        ("llama3-70b", 64, 8192, 64, True),
-        ("llama3-70b", 64, 8192, 16, True),
-        ("llama3-70b", 256, 4096, 128, False),
-    )
-}
-_ALSO_IN_EIGHT_BITS = (
-    "llama3-8b-decode-1x8192",
-    "llama3-8b-decode-1x131072",
-    "llama3-8b-decode-16x8192",
-    "llama3-8b-decode-256x1024",
-    "llama3-8b-verify-16x8192",
-    "llama3-70b-decode-64x8192-lengths",
-    "llama3-70b-decode-paged64-64x8192-lengths",
-    "gpt2-decode-64x1024",
-)
-_EIGHT_BITS: dict[str, Problem] = {  # a quantized KV cache
-    f"{name}-{label}": dataclasses.replace(p, kv_dtype=kv_dtype)
-    for name, p in (_DECODE | _PAGED).items()
-    for label, kv_dtype in (("fp8", "float8_e4m3fn"), ("int8", "int8"))
-    if name in _ALSO_IN_EIGHT_BITS
-}
-SHAPES = _LONG | _HEADS | _DECODE | _SINKS | _PAGED | _EIGHT_BITS
-SUITES: dict[str, Sequence[str]] = {
-    "llm": list(_LONG),
-    **{f"d{d}": [name for name, p in _LONG.items() if p.head_dim == d] for d in (64, 128, 256)},
-    "heads": list(_HEADS),
-    "decode": list(_DECODE),
-    "sinks": list(_SINKS),
-    "paged": list(_PAGED),
-    "kv8": list(_EIGHT_BITS),
-}
-BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in (_LONG | _HEADS).items()}
-BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in ("decode", "sinks", "paged", "kv8")}
-
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 ROWS = 64  # of a consumer warpgroup: one wgmma writes 64 rows
@@ -335,7 +214,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"bias {p.bias!r} is not one of {', '.join(BIASES)}: cast it, or use backend='xla'"
     if p.soft_cap_after_bias and not (p.soft_cap and p.bias != "none"):
         return f"soft_cap_after_bias is for a soft cap and a bias, not soft_cap={p.soft_cap} and bias={p.bias!r}: leave it out"
-    if p.kv_dtype != "none" and (reason := widens(p)):
+    if p.eight_bits and (reason := reads_eight_bits(p)):
         return reason
     if p.page_size and (reason := _supports_pages(p, gpu)):
         return reason
@@ -355,7 +234,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def widens(problem: Problem) -> str | None:
+def reads_eight_bits(problem: Problem) -> str | None:
     """Why no config can run a problem with keys and values of 8 bits, which then become q's dtype first; or None."""
     p = problem
     if p.kv_dtype not in kv_cache.DTYPES:
@@ -400,7 +279,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return _check_split(p, c, gpu)
     if p.page_size:
         return "kv_splits=0 reads no pages: use kv_splits of 1 or more"
-    if p.kv_dtype != "none":
+    if p.eight_bits:
         return f"kv_splits=0 reads no keys of kv_dtype={p.kv_dtype}: use kv_splits of 1 or more"
     if c.kv_cluster != 1:
         return f"kv_cluster={c.kv_cluster} must be 1 with kv_splits=0"
@@ -471,7 +350,7 @@ def splits_keys(problem: Problem) -> str | None:
     """Why no config with `kv_splits` can run `problem`, or None."""
     p = problem
     what, way_out = "kv_splits", "use kv_splits=0"
-    if p.kv_dtype != "none":
+    if p.eight_bits:
         what, way_out = f"the kernel with kv_dtype={p.kv_dtype}", "cast keys and values to q's dtype, or use backend='xla'"
     if p.page_size:
         what, way_out = "the kernel with pages", "gather the pages, or use backend='xla'"
@@ -547,7 +426,7 @@ def split_smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block of the kernel with `kv_splits`. What a cluster receives lies where keys lay."""
     c, d, cluster = config, padded(problem.head_dim), config.kv_cluster
     stored: list[limits.Buffer] = [((stages, c.tile_kv, d), problem.kv_itemsize) for stages in split_stages(c)]
-    if problem.kv_dtype != "none":
+    if problem.eight_bits:
         stored.append(((c.tile_kv, d), 2))  # a tile as 16-bit floats
     keys = limits.block_bytes(stored, 0)
     inbox = limits.block_bytes([((ROWS, d), 4), ((cluster, ROWS), 4), ((2,), 4)], 0) if cluster > 1 else 0
@@ -562,7 +441,7 @@ def supports_backward(problem: BackwardProblem, gpu: Gpu) -> str | None:
     """Why no config of the backward kernels can run `problem` on `gpu`, or None."""
     if problem.page_size:
         return "there is no gradient with pages: gather them, and leave page_table (page_size) out"
-    if problem.kv_dtype != "none":
+    if problem.eight_bits:
         return f"there is no gradient with kv_dtype={problem.kv_dtype}: cast keys and values to q's dtype"
     if problem.bias_grad and problem.soft_cap and not problem.soft_cap_after_bias:
         return "the gradient of a bias beside soft_cap is not in the kernels: pass a mask in its place, or backend='xla'"

@@ -29,7 +29,7 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: j
     if inputs.page_table is not None:
         k, v = (_gather_pages(x, inputs.page_table) for x in (k, v))
         p, inputs = dataclasses.replace(p, page_size=0), dataclasses.replace(inputs, page_table=None)
-    if p.kv_dtype != "none":
+    if p.eight_bits:
         k, v = k.astype(q.dtype), v.astype(q.dtype)
     if some_see_nothing(p) or p.left is not None or p.right is not None:
         q, k, v = zero_unseen(p, inputs, q, k, v)
@@ -254,7 +254,7 @@ def bytes_moved(problem: Problem) -> int:
     columns = p.head_dim + p.v_dim
     pages = p.batch * math.ceil(int((end - first).sum()) / p.page_size) if p.page_size else 0
     rest = 4 * queries + bias + 4 * p.q_heads * p.sinks + 4 * pages
-    rest += 0 if p.kv_dtype == "none" else 8 * p.kv_heads
+    rest += 0 if not p.eight_bits else 8 * p.kv_heads
     padding = p.batch * (whole.q_tokens - p.q_tokens) * p.q_heads * (4 + p.v_dim * itemsize_of(p.dtype))
     return columns * (queries * itemsize_of(p.dtype) + keys * p.kv_itemsize) + rest + padding
 

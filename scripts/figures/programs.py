@@ -38,18 +38,16 @@ def training_steps(results: Path, gpu: str = "h200", models: str = "llama", of: 
         yield Strip(f"a training step in {bits} bits{of}", beside, ratios)
 
 
-def program(results: Path) -> Iterator[str]:
+def program(results: Path, gpu: str = "h200") -> Iterator[str]:
     """Steps of a language model: milliseconds and the memory that XLA plans, beside XLA's in the same run."""
-    steps, found = steps_of_programs(results)
+    steps, found = steps_of_programs(results, gpu)
     yield from _steps(sorted(steps.items(), key=_order_of_step), _step)
     yield next(sources(*found))  # the page has pictures of its own
 
 
 def program_h100(results: Path) -> Iterator[str]:
     """The same on an H100."""
-    steps, found = steps_of_programs(results, "h100")
-    yield from _steps(sorted(steps.items(), key=_order_of_step), _step)
-    yield next(sources(*found))
+    return program(results, "h100")
 
 
 def program_models(results: Path) -> Iterator[str]:

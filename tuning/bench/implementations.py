@@ -440,7 +440,7 @@ def _attention_limits(problem: FlashAttentionProblem) -> str | None:
         return "takes no sinks"
     if p.page_size:
         return "takes no pages"
-    if p.kv_dtype != "none":
+    if p.eight_bits:
         return "takes keys and values of the queries' dtype"
     if not (p.left is None and p.right is None) and not cudnn.same_alignment(p):
         return "aligns the first query with the first key, not the last with the last"
