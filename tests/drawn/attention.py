@@ -44,15 +44,7 @@ def pages(seed: int, gpu: Gpu, tiny: bool) -> Case:
     pages_each = max(1, side(rng, page_size, 300 if tiny else 3000) // page_size)
     kv_heads, group, q_tokens = rng.choice((1, 2, 3)), rng.choice((1, 2, 4, 5, 8)), rng.choice((1, 1, 1, 2, 4, 7))
     lengths = tuple(rng.randint(0, pages_each * page_size) for _ in range(batch)) if rng.random() < 0.8 else None
-    options: dict[str, Any] = {}
-    if rng.random() < 0.4:
-        options["causal"] = True
-    if rng.random() < 0.4:
-        options["window"] = (rng.randint(0, 400), rng.choice((None, 0, 30)))
-    if rng.random() < 0.3:
-        options["soft_cap"] = 5.0
-    if rng.random() < 0.3:
-        options["scale"] = rng.choice((0.3, -0.2, 1.0))
+    options = _of_decoding(rng)
     dtype = rng.choice(("bfloat16", "float16"))
     drawn = paged.draw(
         seed,
@@ -93,13 +85,7 @@ def eight_bits(seed: int, gpu: Gpu, tiny: bool) -> Case:
         dtype=dtype,
         kv_dtype=kv_dtype,
     )
-    options: dict[str, Any] = {"causal": True} if rng.random() < 0.4 else {}
-    if rng.random() < 0.4:
-        options["window"] = (rng.randint(0, 400), rng.choice((None, 0, 30)))
-    if rng.random() < 0.3:
-        options["soft_cap"] = 5.0
-    if rng.random() < 0.3:
-        options["scale"] = rng.choice((0.3, -0.2, 1.0))
+    options = _of_decoding(rng)
     named: dict[str, np.ndarray] = {}
     if rng.random() < 0.6:
         named["kv_lengths"] = np.array([rng.randint(0, tokens) for _ in range(batch)], np.int32)
@@ -109,6 +95,18 @@ def eight_bits(seed: int, gpu: Gpu, tiny: bool) -> Case:
     arrays = {name: np.asarray(getattr(cache, name)) for name in "qkv"} | cache.scales | named
     wanted = {"out": found["out"], "lse": found["lse"]}
     return _of(f"{kv_dtype} {batch}x{tokens}", arrays, options, {}, wanted, dtype, gpu, rng)
+
+
+def _of_decoding(rng: random.Random) -> dict[str, Any]:
+    """Options other than arrays."""
+    options: dict[str, Any] = {"causal": True} if rng.random() < 0.4 else {}
+    if rng.random() < 0.4:
+        options["window"] = (rng.randint(0, 400), rng.choice((None, 0, 30)))
+    if rng.random() < 0.3:
+        options["soft_cap"] = 5.0
+    if rng.random() < 0.3:
+        options["scale"] = rng.choice((0.3, -0.2, 1.0))
+    return options
 
 
 def _case(op: str, seed: int, gpu: Gpu, tiny: bool) -> Case:

@@ -17,12 +17,13 @@ import pytest
 
 from mgpu_ops import flash_attention, spec_of
 from mgpu_ops.attention import decode
-from mgpu_ops.attention.problem import MAX_SPLITS, ONE_WARPGROUP, split_smem_bytes
+from mgpu_ops.attention.problem import MAX_SPLITS, ONE_WARPGROUP
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.registry import database
 from tests import thorough
-from tests.mgpu_ops.attention import cases
+from tests.mgpu_ops.attention import cases, compiled
 from tests.mgpu_ops.attention.cases import BASE, FUSED_64, Shape
+from tests.mgpu_ops.attention.compiled import needs_compiler
 from tests.mgpu_ops.attention.test_flash_attention_interpret import assert_forward, changed
 from tests.mgpu_ops.interpreter import quiet_interpreter
 
@@ -125,7 +126,6 @@ def test_gradient_through_split_keys(assert_near):
 
 # --- compiled for a GPU
 
-needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 COMPILED: dict[str, tuple[Any, Any]] = {
     "head_dim of 64": (P(4, 1, 8192, 12, 12, 64), replace(SPLIT[8], max_concurrent_steps=6)),
     "head_dim of 128, lengths, window, query tokens, sinks": (
@@ -143,12 +143,7 @@ COMPILED: dict[str, tuple[Any, Any]] = {
     thorough.cases(COMPILED, ["head_dim of 64", "a cluster of 16", "head_dim of 256, soft cap, query tokens"]),
 )
 def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
-    problem, config = COMPILED[name]
-    assert FORWARD.check(problem, config, H200) is None
-    arrays = jax.eval_shape(functools.partial(FORWARD.inputs, problem), jax.random.key(0))
-    report = aot.compile_for(H200, functools.partial(FORWARD.run, problem, config, H200), *arrays)
-    assert (report.spills, report.serialized) == (0, "")
-    assert report.smem_bytes == split_smem_bytes(problem, config)
+    report = compiled.without_spills(*COMPILED[name])
     assert "HGMMA" in report.sass
     # Outputs go to the other blocks' shared memory, without a fence for each: the blocks wait once, beside Mosaic's own time.
     assert "STAS" in report.sass

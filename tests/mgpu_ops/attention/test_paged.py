@@ -16,13 +16,14 @@ import mgpu_ops
 from mgpu_ops import flash_attention, spec_of
 from mgpu_ops.attention import decode
 from mgpu_ops.attention.mask import MaskTerms
-from mgpu_ops.attention.problem import MAX_ROWS, ONE_WARPGROUP, PAGE_SIZES, page_indices, split_smem_bytes
+from mgpu_ops.attention.problem import MAX_ROWS, ONE_WARPGROUP, PAGE_SIZES, page_indices
 from mgpu_ops.attention.reference import of_mean_length
-from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.core import engine, gpu
 from mgpu_ops.registry import resolution
 from mgpu_ops.tuning import labels
 from tests import thorough
-from tests.mgpu_ops.attention import cases, paged
+from tests.mgpu_ops.attention import cases, compiled, paged
+from tests.mgpu_ops.attention.compiled import needs_compiler
 from tests.mgpu_ops.attention.paged import Pages
 from tests.mgpu_ops.interpreter import quiet_interpreter
 
@@ -296,7 +297,6 @@ def test_blocks_without_a_mask_are_visited_first_and_each_once():
 
 # --- compiled for a GPU
 
-needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 COMPILED: dict[str, tuple[Any, Any]] = {
     "pages of 16": (
         P(16, 1, 8192, 32, 8, 128, page_size=16, lengths=True),
@@ -318,12 +318,7 @@ COMPILED: dict[str, tuple[Any, Any]] = {
     "name", thorough.cases(COMPILED, [name for name in COMPILED if name not in ("pages of 16", "a table of no whole 16 bytes")])
 )
 def test_paged_kernel_compiles_without_spills(name):
-    problem, config = COMPILED[name]
-    assert FORWARD.check(problem, config, H200) is None
-    arrays = jax.eval_shape(functools.partial(FORWARD.inputs, problem), jax.random.key(0))
-    report = aot.compile_for(H200, functools.partial(FORWARD.run, problem, config, H200), *arrays)
-    assert (report.spills, report.serialized) == (0, "")
-    assert report.smem_bytes == split_smem_bytes(problem, config)
+    report = compiled.without_spills(*COMPILED[name])
     if name == "pages of 16":  # eight pages are one arrival: two for q, two for the table, three for each place of loads
         assert report.sass.count("SYNCS.ARRIVE.TRANS64") <= 13
 

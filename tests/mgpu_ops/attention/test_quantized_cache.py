@@ -13,10 +13,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mgpu_ops import flash_attention, spec_of
-from mgpu_ops.attention.problem import ONE_WARPGROUP, split_smem_bytes
-from mgpu_ops.core import aot, engine, gpu
+from mgpu_ops.attention.problem import ONE_WARPGROUP
+from mgpu_ops.core import engine, gpu
 from tests import thorough
-from tests.mgpu_ops.attention import cases
+from tests.mgpu_ops.attention import cases, compiled
+from tests.mgpu_ops.attention.compiled import needs_compiler
 from tests.mgpu_ops.attention.quantized import draw
 from tests.mgpu_ops.interpreter import quiet_interpreter
 
@@ -176,7 +177,6 @@ def test_problems_that_no_kernel_runs_say_why(changes, reason):
     assert reason in str(FORWARD.supports(replace(P(2, 1, 512, 8, 2, 64, kv_dtype="int8"), **changes), H200))
 
 
-needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 COMPILED: dict[str, tuple[Any, Any]] = {
     "e4m3, head_dim of 128, lengths": (P(64, 1, 4096, 32, 8, 128, lengths=True, kv_dtype=FP8), TWO),
     "int8, head_dim of 128, tiles of 128 keys": (
@@ -191,12 +191,7 @@ COMPILED: dict[str, tuple[Any, Any]] = {
 @needs_compiler
 @pytest.mark.parametrize("name", thorough.cases(COMPILED, ["int8, head_dim of 64", "e4m3, pages"]))
 def test_compiles_without_spills(name):
-    problem, config = COMPILED[name]
-    assert FORWARD.check(problem, config, H200) is None
-    arrays = jax.eval_shape(functools.partial(FORWARD.inputs, problem), jax.random.key(0))
-    report = aot.compile_for(H200, functools.partial(FORWARD.run, problem, config, H200), *arrays)
-    assert (report.spills, report.serialized) == (0, "")
-    assert report.smem_bytes == split_smem_bytes(problem, config)
+    compiled.without_spills(*COMPILED[name])
 
 
 @pytest.mark.parametrize("kv_dtype", [FP8, "int8"])
