@@ -136,6 +136,10 @@ def test_a_language_model_learns_its_text_alike_with_each_backend():
     assert losses["fp8"] == pytest.approx(losses["xla"], rel=5e-2)
 
 
+# Of losses. A key of float8_e4m3fn is off by up to a sixteenth: three times what that makes of the loss here.
+LIMITS = {"xla": 1e-3, "mgpu_ops": 1e-3, "int8": 5e-3, "kv8": 1e-2, "int8_kv8": 1e-2}
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(
     "name", ["mgpu_ops", "int8", "kv8", *(pytest.param(x, marks=thorough.only_in_all) for x in ("xla", "int8_kv8"))]
@@ -154,7 +158,7 @@ def test_decoding_with_a_cache_gives_the_loss_of_the_whole_text(name, qk_norm):
     for position in range(6):
         logits, cache = step(params, cache, data[:, position], jnp.int32(position))
         losses.append(mgpu_ops.cross_entropy(logits, data[:, position + 1]))
-    assert float(jnp.mean(jnp.stack(losses))) == pytest.approx(float(wanted), rel=5e-3 if "8" in name else 1e-3)
+    assert float(jnp.mean(jnp.stack(losses))) == pytest.approx(float(wanted), rel=LIMITS[name])
 
 
 @pytest.mark.parametrize("backends", ["xla", pytest.param("xla,mgpu_ops", marks=thorough.only_in_all)])
