@@ -8,10 +8,10 @@
     python examples/llama.py --bench --shard fsdp --batches ''                               # a step that GPUs share
 
 The backends of training share all but a few functions (`BACKENDS`): "xla" is jnp and cuDNN's attention; "mgpu_ops" is this
-library in 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward. Weights are multiplied in
-bfloat16, and the optimizer's are float32. Those of decoding (`SERVING`) are "xla", "mgpu_ops" in 16 bits, "int8", whose
-layers have weights of 8 bits, "kv8" with a cache of 8 bits, and "int8_kv8" with both. In decoding, ours apply rotary embeddings
-and update the cache in one kernel.
+library in 16 bits; "fp8" the same with the layers' products in 8 bits, forward and backward; "fp8_delayed" that with scales
+from earlier steps. Weights are multiplied in bfloat16, and the optimizer's are float32. Those of decoding (`SERVING`) are
+"xla", "mgpu_ops" in 16 bits, "int8", whose layers have weights of 8 bits, "kv8" with a cache of 8 bits, and "int8_kv8" with
+both. In decoding, ours apply rotary embeddings and update the cache in one kernel.
 
 A layer: x += attention(rope(norm(x) w_qkv)) w_out; x += (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
 Source: Touvron et al., arXiv:2302.13971; grouped heads and sizes of Llama 3, arXiv:2407.21783.
@@ -38,7 +38,7 @@ from mgpu_ops.core import gpu as gpus
 if TYPE_CHECKING:
     from mgpu_ops.tuning.bench.program import Bench
 
-Params = dict[str, Any]
+Params = dict[str, Any]  # a layer's matrix may be a pair, with what its backend knows of it
 Cache = list[tuple[jax.Array, jax.Array]]  # of each layer keys and values, [batch, tokens, kv_heads, head_dim]
 
 
@@ -120,6 +120,8 @@ class Backend:
       after a norm: of the model, the layer, that, the batch and positions; [batch, tokens, heads, head_dim].
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
     norm: RMS norm of x [tokens, width] with a weight [width]; with return_x=True that and x, for what goes around it.
+    state: of delayed scaling, at first. Each matrix of a layer then is a pair, with a state of its own, whose gradient is the
+      next step's.
     """
 
     embedding: Callable[[jax.Array, jax.Array], jax.Array]
@@ -129,6 +131,7 @@ class Backend:
     attention: Callable[[Model, Params, jax.Array, int, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
     norm: Callable[..., Any]
+    state: mgpu_ops.Fp8State | None = None
 
 
 EPSILON = 1e-5  # of norms
@@ -150,10 +153,11 @@ def _xla_gated(x: jax.Array, w_gate: jax.Array, w_up: jax.Array) -> jax.Array:
     return jax.nn.silu(x @ w_gate) * (x @ w_up)
 
 
-def _mlp(
+def mlp_of(
     product: Callable[..., jax.Array], x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, residual: jax.Array
 ) -> jax.Array:
-    return product(jax.nn.silu(product(x, w_gate)) * product(x, w_up), w_down, residual)
+    """A gated layer by three products."""
+    return product(jax.nn.silu(product(x, w_gate)) * product(x, w_up), w_down, residual=residual)
 
 
 def _xla_attention(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
@@ -178,6 +182,23 @@ def _fp8_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) 
 
 def _fp8_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, residual: jax.Array) -> jax.Array:
     return mgpu_ops.fp8_gated_mlp(x, w_gate, w_up, w_down, residual=residual)
+
+
+_WithState = tuple[jax.Array, mgpu_ops.Fp8State]  # a matrix
+
+
+def delayed_product(x: jax.Array, w: _WithState, residual: jax.Array | None = None) -> jax.Array:
+    return mgpu_ops.fp8_matmul(x, w[0], residual=residual, state=w[1])
+
+
+@jax.checkpoint
+def _delayed_gated(x: jax.Array, gate: _WithState, up: _WithState) -> jax.Array:
+    return jax.nn.silu(delayed_product(x, gate)) * delayed_product(x, up)
+
+
+def _delayed_mlp(x: jax.Array, gate: _WithState, up: _WithState, down: _WithState, residual: jax.Array) -> jax.Array:
+    weights, states = zip(gate, up, down, strict=True)
+    return mgpu_ops.fp8_gated_mlp(x, *weights, residual=residual, state=mgpu_ops.Fp8GatedState(*states))
 
 
 def _rotary_attention(model: Model, layer: Params, qkv: jax.Array, batch: int, positions: jax.Array) -> jax.Array:
@@ -207,7 +228,7 @@ BACKENDS = {
         lambda table, tokens: table[tokens],
         _xla_product,
         _xla_gated,
-        functools.partial(_mlp, _xla_product),
+        functools.partial(mlp_of, _xla_product),
         lambda *given: _xla_attention(*heads(*given)),
         functools.partial(mgpu_ops.cross_entropy, backend="xla"),
         _xla_norm,
@@ -215,6 +236,9 @@ BACKENDS = {
     "mgpu_ops": OURS,
     # XLA makes the largest number of what a norm yields in the norm's own pass.
     "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=_fp8_mlp, norm=_xla_norm),
+    "fp8_delayed": dataclasses.replace(
+        OURS, product=delayed_product, gated=_delayed_gated, mlp=_delayed_mlp, state=mgpu_ops.Fp8State.init(16)
+    ),
 }
 
 
@@ -286,6 +310,32 @@ def gradients(
 ) -> tuple[jax.Array, Params]:
     """The loss and its gradient: what is timed as a step of training."""
     return jax.value_and_grad(functools.partial(loss, model, backend, recompute=recompute))(params, tokens)
+
+
+def with_states(params: Params, states: Sequence[Params]) -> Params:
+    """With a state for each matrix of each layer. Of no states: the weights as they are."""
+
+    def paired(layer: Params, states: Params) -> Params:
+        return layer | {name: (layer[name], state) for name, state in states.items()}
+
+    layers = params["layers"]
+    return params | {"layers": [paired(*both) for both in zip(layers, states or [{}] * len(layers), strict=True)]}
+
+
+def states_of(params: Params) -> list[Params]:
+    """The states of `with_states`, or the next ones of its gradient."""
+    return [{name: w[1] for name, w in layer.items() if isinstance(w, tuple)} for layer in params["layers"]]
+
+
+def without_states(params: Params) -> Params:
+    """The weights alone, or their gradients."""
+    return _of_layers(params, lambda layer: {name: w[0] if isinstance(w, tuple) else w for name, w in layer.items()})
+
+
+def first_states(params: Params, state: Any) -> list[Params]:
+    """This one for each matrix of each layer; none where the state is None."""
+    matrices = ("qkv", "out", "gate", "up", "down")
+    return [dict.fromkeys(matrices, state) for _ in params["layers"]] if state is not None else []
 
 
 def empty_cache(model: Model, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Cache:
@@ -466,16 +516,21 @@ def train(model: Model, name: str, steps: int, batch: int = 16, tokens: int = 64
     backend = BACKENDS[name]
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def update(params: Params, state: Any, data: jax.Array, step: jax.Array) -> tuple[Params, Any, jax.Array]:
-        value, grads = gradients(model, backend, _in_bfloat16(params), data)
-        return *adam(params, grads, state, step), value
+    def update(
+        params: Params, state: Any, scaling: Any, data: jax.Array, step: jax.Array
+    ) -> tuple[Params, Any, Any, jax.Array]:
+        value, grads = gradients(model, backend, with_states(_in_bfloat16(params), scaling), data)
+        return *adam(params, without_states(grads), state, step), states_of(grads), value
 
     data = np.frombuffer(text(steps * batch * (tokens + 1) // 5).encode(), np.uint8).astype(np.int32)
     params = jax.jit(functools.partial(init, model))(jax.random.key(seed))
-    state = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    state, scaling = (
+        (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)),
+        first_states(params, backend.state),
+    )
     losses = []
     for step, part in enumerate(data[: steps * batch * (tokens + 1)].reshape(steps, batch, tokens + 1), 1):
-        params, state, value = update(params, state, jnp.asarray(part), jnp.int32(step))
+        params, state, scaling, value = update(params, state, scaling, jnp.asarray(part), jnp.int32(step))
         losses.append(float(value))
     return params, losses
 
@@ -503,13 +558,18 @@ def write(model: Model, name: str, params: Params, prompt: str, count: int) -> s
 
 # Which results are rows of an op, and as whose: those of 8 bits are ours too, beside the same steps of XLA in 16 bits.
 OPS = {
-    "step": {"llama-step": {"xla": "xla", "mgpu_ops": "mgpu_ops"}, "llama-fp8-step": {"xla": "xla", "fp8": "mgpu_ops"}},
+    "step": {
+        f"llama-{kind}step": {"xla": "xla", name: "mgpu_ops"}
+        for kind, name in (("", "mgpu_ops"), ("fp8-", "fp8"), ("fp8-delayed-", "fp8_delayed"))
+    },
     "decode": {
         f"llama-{kind}decode": {"xla": "xla", name: "mgpu_ops"}
         for kind, name in (("", "mgpu_ops"), ("int8-", "int8"), ("kv8-", "kv8"), ("int8-kv8-", "int8_kv8"))
     },
 }
 
+
+_SETTLING = 3  # steps until scales are those of gradients that were not rounded with a scale of 1
 
 # How devices share a step: what each has.
 SHARDS = {"data": "a sequence and all parameters", "fsdp": "a sequence and a part of each parameter"}
@@ -529,29 +589,34 @@ def bench_step(
     On a mesh each device has a sequence, and all parameters or, with shard "fsdp", its part of each. The optimizer is left
     out: it is the same for all backends.
     """
-    params, devices = _weights(model), 1 if mesh is None else mesh.size
+    weights, devices = _weights(model), 1 if mesh is None else mesh.size
     data = jax.random.randint(jax.random.key(1), (devices, tokens + 1), 0, model.vocabulary)
-    results: Any = None  # how they are sharded: the loss, and each gradient as its parameter
+    states = {name: first_states(weights, BACKENDS[name].state) for name in backends}
+    results: dict[str, Any] = dict.fromkeys(backends)  # how they are sharded: the loss, and each gradient as its parameter
     if mesh is not None:
         every, each = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        results = every, jax.tree.map(lambda _: each if shard == "fsdp" else every, params)
-        params, data = jax.device_put(params, results[1]), jax.device_put(data, each)
+        of_weights = jax.tree.map(lambda _: each if shard == "fsdp" else every, weights)
+        of_states = {name: jax.tree.map(lambda _: every, own) for name, own in states.items()}
+        results = {name: (every, with_states(of_weights, own)) for name, own in of_states.items()}
+        weights, states, data = jax.device_put((weights, states, data), (of_weights, of_states, each))
+    params = {name: with_states(weights, own) for name, own in states.items()}
     steps = {
-        name: jax.jit(functools.partial(gradients, model, BACKENDS[name], recompute=recompute), out_shardings=results)
+        name: jax.jit(functools.partial(gradients, model, BACKENDS[name], recompute=recompute), out_shardings=results[name])
         for name in backends
     }
-    programs = bench.compiled(steps, dict.fromkeys(steps, (params, data)))
+    programs = bench.compiled(steps, {name: (params[name], data) for name in backends})
     errors = {}
-    wanted = programs[backends[0]].step(params, data)
+    wanted = programs[backends[0]].step(params[backends[0]], data)
     for name in backends:
-        value, grads = programs[name].step(params, data)
+        for _ in range(_SETTLING if states[name] else 0):
+            params[name] = with_states(weights, states_of(programs[name].step(params[name], data)[1]))
+        value, grads = programs[name].step(params[name], data)
         errors[name] = abs(float(value) / float(wanted[0]) - 1)
-        print(
-            f"{name}: loss {float(value):.6f}, gradients {float(_apart(grads, wanted[1])):.4f} of their size apart", flush=True
-        )
+        apart = float(_apart(without_states(grads), without_states(wanted[1])))
+        print(f"{name}: loss {float(value):.6f}, gradients {apart:.4f} of their size apart", flush=True)
         del grads
     del wanted
-    calls = {name: functools.partial(_loss_of, programs[name].step, params, data) for name in backends}
+    calls = {name: functools.partial(_loss_of, programs[name].step, params[name], data) for name in backends}
     flops = 6 * _multiplied(model) * tokens + 7 * model.layers * model.heads * model.head_dim * tokens**2
     label = f"{_label(model)}-{tokens}{'-recompute' * recompute}" + (f"-{shard}-{devices}-gpus" if shard else "")
     queued = 2 if mesh is None else 8  # those of several devices take longer to launch; a training loop does not wait for them

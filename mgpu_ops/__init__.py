@@ -29,6 +29,7 @@ else:
         "FlashAttentionBackwardConfig": "attention.problem.BackwardConfig",
         "FlashAttentionConfig": "attention.problem.Config",
         "FlashAttentionProblem": "attention.problem.Problem",
+        "Fp8GatedState": "matmul.fp8_gated.Fp8GatedState",
         "Fp8State": "matmul.fp8.Fp8State",
         "GatedGroupedMatmulProblem": "grouped.gated.Problem",
         "GatedMatmulConfig": "matmul.gated.Config",

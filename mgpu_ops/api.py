@@ -38,7 +38,7 @@ from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.dot_general import dot_general
 from mgpu_ops.matmul.einsum import einsum
 from mgpu_ops.matmul.fp8 import Fp8State, fp8_matmul
-from mgpu_ops.matmul.fp8_gated import fp8_gated_mlp
+from mgpu_ops.matmul.fp8_gated import Fp8GatedState, fp8_gated_mlp
 from mgpu_ops.matmul.gated import Config as GatedMatmulConfig
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.gated import gated_matmul
@@ -171,6 +171,7 @@ __all__ = [
     "FlashAttentionBackwardConfig",
     "FlashAttentionConfig",
     "FlashAttentionProblem",
+    "Fp8GatedState",
     "Fp8State",
     "GatedGroupedMatmulProblem",
     "GatedMatmulConfig",

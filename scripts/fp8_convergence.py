@@ -3,8 +3,8 @@
     python scripts/fp8_convergence.py --output results/DATE-cpu-matmul-fp8-convergence    # writes .json and .png
 
 The model, its text and its optimizer are those of examples/llama.py. Every product of a layer is `mgpu_ops.fp8_matmul`, or
-`mgpu_ops.matmul` in bfloat16; the head is bfloat16. All see the same text, and all but one begin with the same weights. On CPUs
-numbers are rounded to 8 bits as for the kernel, and sums over k are float32.
+those of the gated layer are `mgpu_ops.fp8_gated_mlp`; or all are in bfloat16. The head is bfloat16. All see the same text, and
+all but one begin with the same weights. On CPUs numbers are rounded to 8 bits as for the kernel, and sums over k are float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,37 @@ import mgpu_ops
 from examples import llama
 
 MODEL = llama.Model()
-RECIPES: dict[str, Mapping[str, Any] | None] = {  # arguments of fp8_matmul; None: in bfloat16
-    "bfloat16": None,
-    "a scale for each array": {},
-    "delayed scaling": {"state": mgpu_ops.Fp8State.init(16)},
-    "rows and columns": {"scheme": "row"},
-    "blocks": {"scheme": "block"},
-    "weight gradients in 16 bits": {"high_precision_weight_grad": True},
+
+
+def _backend(product: Callable[..., jax.Array], state: mgpu_ops.Fp8State | None = None) -> llama.Backend:
+    """With all products of a layer by this one."""
+    return dataclasses.replace(llama.OURS, product=product, mlp=functools.partial(llama.mlp_of, product), state=state)
+
+
+def _with(**arguments: Any) -> llama.Backend:
+    def product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        return mgpu_ops.fp8_matmul(x, w, residual=residual, **arguments)
+
+    return _backend(product)
+
+
+RECIPES = {
+    "bfloat16": llama.OURS,
+    "a scale for each array": _with(),
+    "delayed scaling": _backend(llama.delayed_product, mgpu_ops.Fp8State.init(16)),
+    "rows and columns": _with(scheme="row"),
+    "blocks": _with(scheme="block"),
+    "weight gradients in 16 bits": _with(high_precision_weight_grad=True),
+    "fp8_gated_mlp": llama.BACKENDS["fp8"],
+    "fp8_gated_mlp, delayed scaling": llama.BACKENDS["fp8_delayed"],
 }
-_PRODUCTS = 5  # of a layer: q, k and v, output, gate, up, down
 _RATE = 2e-3  # of learning, in the first step
 _AGAIN = "bfloat16, other weights"  # how far two runs are apart in any case
 _SMOOTH = 20  # steps of a mean in the picture
 
 
 def losses(
-    recipe: Mapping[str, Any] | None,
+    backend: llama.Backend,
     model: llama.Model = MODEL,
     steps: int = 300,
     batch: int = 16,
@@ -48,28 +63,19 @@ def losses(
     seed: int = 0,
 ) -> list[float]:
     """The loss of each step of training, from weights that the seed decides. The learning rate falls to zero."""
-    others = {name: value for name, value in (recipe or {}).items() if name != "state"}
-    states = [recipe["state"]] * (_PRODUCTS * model.layers) if recipe and "state" in recipe else []
-
-    def loss(params: llama.Params, states: list[Any], data: jax.Array) -> jax.Array:
-        left = iter(states)
-
-        def product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-            return mgpu_ops.fp8_matmul(x, w, residual=residual, state=next(left, None), **others)
-
-        backend = llama.OURS if recipe is None else dataclasses.replace(llama.OURS, product=product)
-        return llama.loss(model, backend, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), data)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(params: llama.Params, adam: Any, states: list[Any], data: jax.Array, step: jax.Array) -> Any:
-        value, (grads, states) = jax.value_and_grad(loss, (0, 1))(params, states, data)
+        weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        value, grads = llama.gradients(model, backend, llama.with_states(weights, states), data)
         rate = _RATE * (1.0 - step / steps)
-        return *llama.adam(params, grads, adam, step, rate), states, value
+        return *llama.adam(params, llama.without_states(grads), adam, step, rate), llama.states_of(grads), value
 
     characters = llama.text(steps * batch * (tokens + 1) // 5)[: steps * batch * (tokens + 1)]
     data = np.frombuffer(characters.encode(), np.uint8).astype(np.int32).reshape(steps, batch, tokens + 1)
     params = jax.jit(functools.partial(llama.init, model))(jax.random.key(seed))
     adam, found = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)), []
+    states = llama.first_states(params, backend.state)
     for step, part in enumerate(data, 1):
         params, adam, states, value = update(params, adam, states, jnp.asarray(part), jnp.int32(step))
         found.append(float(value))
@@ -122,11 +128,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()
     curves: dict[str, list[float]] = {}
-    for name, recipe in RECIPES.items():
-        curves[name] = losses(recipe, steps=arguments.steps)
+    for name, backend in RECIPES.items():
+        curves[name] = losses(backend, steps=arguments.steps)
         more = last(curves[name]) / last(curves["bfloat16"]) - 1
         print(f"{name}: loss {last(curves[name]):.4f}, {100 * more:+.2f} % of that in bfloat16", flush=True)
-    curves[_AGAIN] = losses(None, steps=arguments.steps, seed=1)
+    curves[_AGAIN] = losses(llama.OURS, steps=arguments.steps, seed=1)
     print(f"{_AGAIN}: loss {last(curves[_AGAIN]):.4f}", flush=True)
     about = {"model": dataclasses.asdict(MODEL), "jax": jax.__version__, "device": jax.devices()[0].device_kind}
     record = about | {"losses": {name: [round(x, 5) for x in curve] for name, curve in curves.items()}}

@@ -126,7 +126,10 @@ def fp8_matmul(
     found = {name: floats.array("fp8_matmul", name, value) for name, value in arrays.items()}
     transpose_b = flags.checked("transpose_b", transpose_b)
     _check(found["x"], found["w"], scheme, transpose_b)
-    state = _checked_state(state, scheme)
+    if state is not None:
+        state = checked_state("fp8_matmul", "state", state)
+        if scheme != "tensor":
+            raise ValueError(f"scheme={scheme!r} with a state: delayed scaling has one scale for each array; leave scheme out")
     out = float_dtype(out_dtype, None, found["x"].dtype).name
     if out not in FLOATS:
         raise ValueError(f"out_dtype={out} is not one of {', '.join(FLOATS)}: cast the result")
@@ -165,20 +168,17 @@ def _check(x: jax.Array, w: jax.Array, scheme: str, transpose_b: bool) -> None:
     flags.one_of("scheme", scheme, FP8_SCHEMES)
 
 
-def _checked_state(state: Any, scheme: str) -> Fp8State | None:
-    if state is None:
-        return None
+def checked_state(op: str, name: str, state: Any) -> Fp8State:
+    """A state of float32 arrays of the right ranks. Raises, with the op and the argument, for what is none."""
     if not isinstance(state, Fp8State):
-        raise TypeError(f"state is {state!r:.80}: pass a mgpu_ops.Fp8State, as Fp8State.init() makes it")
-    if scheme != "tensor":
-        raise ValueError(f"scheme={scheme!r} with a state: delayed scaling has one scale for each array; leave scheme out")
-    arrays = Fp8State(*(floats.array("fp8_matmul", f"state.{name}", x) for name, x in zip(state._fields, state, strict=True)))
-    for name, x in zip(arrays._fields, arrays, strict=True):
-        rank = 0 if name.endswith("_scale") else 1
+        raise TypeError(f"{name} is {state!r:.80}: pass a mgpu_ops.Fp8State, as Fp8State.init() makes it")
+    arrays = Fp8State(*(floats.array(op, f"{name}.{field}", x) for field, x in zip(state._fields, state, strict=True)))
+    for field, x in zip(arrays._fields, arrays, strict=True):
+        rank = 0 if field.endswith("_scale") else 1
         if x.ndim != rank or x.dtype != jnp.float32 or x.size == 0:
             shape = "[]" if rank == 0 else "[length]"
             raise ValueError(
-                f"state.{name} is {x.dtype}{list(x.shape)}: it must be float32{shape}, as Fp8State.init() makes it"
+                f"{name}.{field} is {x.dtype}{list(x.shape)}: it must be float32{shape}, as Fp8State.init() makes it"
             )
     return arrays
 
@@ -228,7 +228,7 @@ def _forward(call: _Call, x: jax.Array, w: jax.Array, state: Fp8State | None, *m
     if call.transpose_b:
         b_t, b = b, b_t
     out = of_quantized(call, a, b, call.out_dtype, **dict(zip(call.epilogue, more, strict=True)))
-    seen = None if state is None else (_of_mesh(largest_x, x, state), _of_mesh(largest_w, w, state))
+    seen = None if state is None else (of_mesh(largest_x, x, state), of_mesh(largest_w, w, state))
     bias = more[0] if "bias" in call.epilogue else None
     return out, (x if call.high_precision_weight_grad else a_t, b_t, state, seen, bias)
 
@@ -247,7 +247,7 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     dx = of_quantized(call, g8, w8, call.x_dtype)
     more = {} if bias is None else {"bias": jnp.sum(g, 0, dtype=jnp.float32).astype(bias.dtype)}
     more["residual"] = g
-    new = None if state is None else _next(state, (*seen, _of_mesh(largest, g, state)))
+    new = None if state is None else next_state(state, (*seen, of_mesh(largest, g, state)))
     return dx, dw, new, *(more[name] for name in call.epilogue)
 
 
@@ -257,18 +257,20 @@ _product.defvjp(_forward, _backward)
 # --- Delayed scaling ----------------------------------------------------------------------------------------------------
 
 
-def _of_mesh(largest: jax.Array | None, x: jax.Array, state: Fp8State) -> jax.Array:
+def of_mesh(largest: jax.Array | None, x: jax.Array, state: Fp8State) -> jax.Array:
     """The largest absolute value of x over the mesh axes along which x differs and the state does not."""
     assert largest is not None
     over = jax.typeof(x).manual_axis_type.varying - jax.typeof(state.input_scale).manual_axis_type.varying
     return lax.pmax(largest, tuple(sorted(over))) if over else largest
 
 
-def _next(state: Fp8State, seen: tuple[jax.Array, ...]) -> Fp8State:
+def next_state(state: Fp8State, seen: tuple[jax.Array, ...]) -> Fp8State:
     """The state of the next call. seen: the largest values of input, kernel and gradient of the result."""
+    names, dtypes = ("input", "kernel", "output_grad"), (E4M3, E4M3, E5M2)
     found: list[jax.Array] = []
-    for amax, dtype, scale, history in zip(seen, (E4M3, E4M3, E5M2), state[::2], state[1::2], strict=True):
-        history = jnp.roll(history, 1).at[0].set(amax)
+    for name, dtype, amax in zip(names, dtypes, seen, strict=True):
+        scale, history = (getattr(state, f"{name}_{of}") for of in ("scale", "amax_history"))
+        history = jnp.concatenate([amax[None], history[:-1]])
         largest = jnp.max(history)
         found += [jnp.where(largest > 0.0, scale_of(largest, dtype), scale), history]
     return Fp8State(*found)

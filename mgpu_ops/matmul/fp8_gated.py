@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax import lax
@@ -16,9 +16,38 @@ from jax.typing import ArrayLike
 from mgpu_ops import floats
 from mgpu_ops.core import mesh, order
 from mgpu_ops.matmul import like_the_result, quantizing
-from mgpu_ops.matmul.fp8 import E4M3, E5M2, FLOATS, Products, Quantized, both_ways, of_quantized
+from mgpu_ops.matmul.fp8 import (
+    E4M3,
+    E5M2,
+    FLOATS,
+    Fp8State,
+    Products,
+    Quantized,
+    both_ways,
+    checked_state,
+    next_state,
+    of_mesh,
+    of_quantized,
+)
 from mgpu_ops.matmul.rounding import scale_or_one
 from mgpu_ops.registry import dispatch
+
+
+class Fp8GatedState(NamedTuple):
+    """What delayed scaling knows of the three products of a gated layer: a `Fp8State` for each.
+
+    gate, up: of x w_gate and x w_up, with their gradients. x is rounded once, with gate's input_scale.
+    down: of the hidden array and w_down.
+    """
+
+    gate: Fp8State
+    up: Fp8State
+    down: Fp8State
+
+    @classmethod
+    def init(cls, amax_history_length: int = 1024) -> Self:
+        """A state that has seen nothing, as `Fp8State.init`."""
+        return cls(*(Fp8State.init(amax_history_length) for _ in cls._fields))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,29 +66,33 @@ def fp8_gated_mlp(
     w_down: ArrayLike,
     *,
     residual: ArrayLike | None = None,
+    state: Fp8GatedState | None = None,
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
     """(silu(x w_gate) * (x w_up)) w_down + residual in 8-bit floats, with gradients in 8-bit floats.
 
-    As `fp8_matmul` with current scaling, one scale for each array. But the hidden array silu(gate) * up and the gradients of
-    gate and up are computed in float32 and rounded to 8 bits in the kernel that computes them, and each array is rounded once.
+    As `fp8_matmul` with one scale for each array. But the hidden array silu(gate) * up and the gradients of gate and up are
+    computed in float32 and rounded to 8 bits in the kernel that computes them, and each array is rounded once.
 
     Args:
       x: [..., m, k] bfloat16, float16 or float32; leading dimensions are more rows.
       w_gate, w_up: [k, n]; floats of dtypes of their own.
       w_down: [n, width].
       residual: of x's dtype, and of the result's shape or one that broadcasts to it. Default: none.
+      state: None (default): current scaling. A `Fp8GatedState`: delayed scaling, as in `fp8_matmul`; its gradient is the next
+        call's state. No array is then read twice, for its largest value and to be rounded.
       backend: as in `matmul`, of all products.
 
     Returns:
       [..., m, width] of x's dtype. Gradients have the dtypes of their arrays.
 
     For the backward pass gate and up are kept, in x's dtype, and in 8 bits x, the hidden array and the weights. Works under
-    jit, grad (reverse mode, once), vmap, scan, checkpoint and shard_map. For the kernels m, k, n and width are multiples of 16;
-    else XLA runs.
+    jit, grad (reverse mode, once), scan, checkpoint and shard_map; under vmap without a state. For the kernels m, k, n and
+    width are multiples of 16; else XLA runs.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, an unknown backend. TypeError: not arrays of floats.
+      ValueError: shapes or dtypes that do not fit, an unknown backend.
+      TypeError: not arrays of floats, or a state that is none.
     """
     arrays = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     found = {name: floats.array("fp8_gated_mlp", name, value) for name, value in arrays.items()}
@@ -75,8 +108,17 @@ def fp8_gated_mlp(
     if residual is not None:
         added = floats.array("fp8_gated_mlp", "residual", residual)
         found["residual"] = lax.collapse(like_the_result(added, shape, call.x_dtype), 0, -1)
-    out: jax.Array = _mlp(call, *mesh.same_mesh_axes(*found.values()))
+    out: jax.Array = _mlp(call, _checked_state(state), *mesh.same_mesh_axes(*found.values()))
     return out.reshape(shape)
+
+
+def _checked_state(state: Any) -> Fp8GatedState | None:
+    if state is None:
+        return None
+    if not isinstance(state, Fp8GatedState):
+        raise TypeError(f"state is {state!r:.80}: pass a mgpu_ops.Fp8GatedState, as Fp8GatedState.init() makes it")
+    names = (f"state.{name}" for name in state._fields)
+    return Fp8GatedState(*(checked_state("fp8_gated_mlp", name, one) for name, one in zip(names, state, strict=True)))
 
 
 def _checked(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> tuple[int, ...]:
@@ -95,45 +137,71 @@ def _checked(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(call: _Call, *arrays: jax.Array) -> jax.Array:
+def _mlp(call: _Call, state: Fp8GatedState | None, *arrays: jax.Array) -> jax.Array:
     """Of x [m, k], the three weights, and a residual [m, width] if there is one."""
-    return _forward(call, *arrays)[0]
+    return _forward(call, state, *arrays)[0]
 
 
-def _forward(call: _Call, x: jax.Array, *arrays: jax.Array) -> Any:
-    """The result, and for the backward pass gate and up, and quantized along their other dimension x, hidden and weights."""
-    x8, x8_t, _ = both_ways(call, x, None, (False, False))
-    weights = [both_ways(call, w, None, (True, True)) for w in arrays[:3]]
-    gate, up = (of_quantized(call, x8, w8_t, call.x_dtype) for _, w8_t, _ in weights[:2])
-    ((hidden8, hidden8_t),) = _gated(call, "gate", (gate, up), E4M3)
-    more = {"residual": arrays[3]} if call.residual else {}
-    out = of_quantized(call, hidden8, weights[2][1], call.x_dtype, **more)
-    return out, (gate, up, x8_t, hidden8_t, [w8 for w8, _, _ in weights])
+def _forward(call: _Call, state: Fp8GatedState | None, x: jax.Array, *arrays: jax.Array) -> Any:
+    """The result, and for the backward pass gate and up, and quantized along their other dimension x, hidden and weights.
+
+    With a state also that, and the largest values of the arrays that are products' inputs and kernels.
+    """
+    weights, residual = arrays[:3], arrays[3:]
+    scales = [None] * 3 if state is None else [of.kernel_scale for of in state]
+    x8, x8_t, of_x = both_ways(call, x, None if state is None else state.gate.input_scale, (False, False))
+    weights8 = [both_ways(call, w, scale, (True, True)) for w, scale in zip(weights, scales, strict=True)]
+    gate, up = (of_quantized(call, x8, w8_t, call.x_dtype) for _, w8_t, _ in weights8[:2])
+    ((hidden8, hidden8_t),), of_hidden = _gated(
+        call, "gate", (gate, up), E4M3, None if state is None else (state.down.input_scale,)
+    )
+    out = of_quantized(call, hidden8, weights8[2][1], call.x_dtype, **({"residual": residual[0]} if residual else {}))
+    seen = None
+    if state is not None:
+        inputs = (of_x, x), (of_x, x), (*of_hidden, gate)
+        kernels = [(largest, w) for (_, _, largest), w in zip(weights8, weights, strict=True)]
+        seen = [[of_mesh(*one, of) for one in pair] for *pair, of in zip(inputs, kernels, state, strict=True)]
+    return out, (gate, up, x8_t, hidden8_t, [w8 for w8, _, _ in weights8], state, seen)
 
 
-def _gated(call: _Call, of: str, arrays: tuple[jax.Array, ...], dtype: Any) -> list[tuple[Quantized, Quantized]]:
-    """Each result of a gate, quantized, and the same transposed."""
-    largest = quantizing.both_ways(arrays, (), dtype, of=of, amax="only", backend=call.backend)
-    scales = [scale_or_one(one, dtype) for one in largest]
-    found = quantizing.both_ways(arrays, scales, dtype, of=of, backend=call.backend)
-    pairs = zip(found[::2], found[1::2], scales, strict=True)
-    return [((values, scale), (values_t, scale)) for values, values_t, scale in pairs]
+def _gated(
+    call: _Call, of: str, arrays: tuple[jax.Array, ...], dtype: Any, scales: tuple[jax.Array, ...] | None
+) -> tuple[list[tuple[Quantized, Quantized]], tuple[jax.Array, ...]]:
+    """Each result of a gate, quantized, and the same transposed. With scales that are known, then also its largest values."""
+    quantized = functools.partial(quantizing.both_ways, arrays, out_dtype=dtype, of=of, backend=call.backend)
+    amax = "none" if scales is None else "also"
+    if scales is None:
+        scales = tuple(scale_or_one(one, dtype) for one in quantized((), amax="only"))
+    found, count = quantized(scales, amax=amax), 2 * len(scales)
+    pairs = zip(found[:count:2], found[1:count:2], scales, strict=True)
+    return [((values, scale), (values_t, scale)) for values, values_t, scale in pairs], found[count:]
 
 
-def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    gate, up, x8_t, hidden8_t, (w_gate8, w_up8, w_down8) = saved
+def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    gate, up, x8_t, hidden8_t, (w_gate8, w_up8, w_down8), state, seen = saved
     of_gate, of_up, of_down = call.w_dtypes
-    g8, g8_t, _ = both_ways(call, g, None, (False, True), E5M2)
+    known = None if state is None else (state.gate.output_grad_scale, state.up.output_grad_scale)
+    g8, g8_t, of_g = both_ways(call, g, None if state is None else state.down.output_grad_scale, (False, True), E5M2)
     d_hidden = of_quantized(call, g8, w_down8, call.x_dtype)
-    (gate8, gate8_t), (up8, up8_t) = _gated(call, "gate_gradient", (d_hidden, gate, up), E5M2)
+    ((gate8, gate8_t), (up8, up8_t)), of_gated = _gated(call, "gate_gradient", (d_hidden, gate, up), E5M2, known)
     weights = (
         of_quantized(call, x8_t, gate8_t, of_gate),
         of_quantized(call, x8_t, up8_t, of_up),
         of_quantized(call, hidden8_t, g8_t, of_down),
     )
     weights, (gate8, up8) = order.weights_first(weights, (gate8, up8))
-    dx = of_quantized(call, gate8, w_gate8, call.x_dtype) + of_quantized(call, up8, w_up8, call.x_dtype)
-    return (dx, *weights, *[g] * call.residual)
+    of_one = of_quantized(call, gate8, w_gate8, call.x_dtype)
+    dx = of_quantized(call, up8, w_up8, call.x_dtype, residual=of_one)
+    new = None
+    if state is not None:
+        gradients = (*of_gated, of_g)
+        new = Fp8GatedState(
+            *(
+                next_state(of, (*pair, of_mesh(largest, g, of)))
+                for of, pair, largest in zip(state, seen, gradients, strict=True)
+            )
+        )
+    return (new, dx, *weights, *[g] * call.residual)
 
 
 _mlp.defvjp(_forward, _backward)

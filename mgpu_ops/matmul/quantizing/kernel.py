@@ -172,6 +172,8 @@ def _round(
                 found[number].append(rounded)
                 store(values[number], chunk.offset(i), rounded, "global", chunk.mine)
             seen = [_larger(largest, results[number]) for number, largest in enumerate(seen)]
+        for largest in seen:
+            _settle(largest)
     return found, seen
 
 
@@ -210,6 +212,12 @@ def _larger(largest: Any, x: Sequence[Any]) -> Any:
     each = " ".join(one.format(i + 2) for i in range(len(x)))
     code = f"{{ .reg .b32 a; .reg .pred p; mov.b32 $0, $1; {each} }}"
     return mosaic.inline_ptx(code, largest, *x, result_types=word())
+
+
+def _settle(largest: Any) -> None:
+    """Has the largest value computed here. ptxas would put it off to the end, and keep all numbers in registers until then."""
+    code = "{ .reg .pred p; setp.eq.u32 p, $0, 0x7fc00000; @p trap; }"  # no number that is finite: it never traps
+    mosaic.inline_ptx(code, largest, has_side_effects=True)
 
 
 def _store_largest(largest: Any, block: Any, place: Place, where: Any) -> None:
