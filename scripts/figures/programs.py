@@ -109,6 +109,7 @@ def compile_times(results: Path, gpu: str = "h200") -> Iterator[str]:
 _STEPS = {
     "llama-step": "training",
     "llama-fp8-step": "training with FP8 products",
+    "llama-fp8-delayed-step": "training with FP8 products, delayed scaling",
     "llama-decode": "decoding",
     "llama-int8-decode": "decoding, int8 weights",
     "llama-kv8-decode": "decoding, FP8 cache",

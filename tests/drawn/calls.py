@@ -262,7 +262,9 @@ def _fp8_gated_mlp(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     m, n, k = side(rng, 16, s.rows, 16), side(rng, 16, s.columns // 2, 16), side(rng, 16, s.depth // 2, 16)
     arrays = {"x": normal(m, k), **{name: normal(k, n, size=1 / math.sqrt(k)) for name in ("w_gate", "w_up")}}
     arrays["w_down"] = normal(n, k, size=1 / math.sqrt(n))
-    return Drawn("fp8_gated_mlp", lambda **xs: mgpu_ops.fp8_gated_mlp(**xs), arrays, tuple(arrays), True)
+    options = {"state": mgpu_ops.Fp8GatedState.init(2)} if rng.random() < 0.5 else {}
+    call = lambda **xs: mgpu_ops.fp8_gated_mlp(**xs, **options)  # noqa: E731
+    return Drawn(f"fp8_gated_mlp {' '.join(options)}", call, arrays, tuple(arrays), True)
 
 
 def _fp8_grouped_matmul(rng: random.Random, s: Sizes, normal: Any) -> Drawn:

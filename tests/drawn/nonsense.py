@@ -92,7 +92,7 @@ def good() -> dict[str, list[Arguments]]:
         ],
         "gated_matmul": [{"x": x, "w_gate": w, "w_up": w, "activation": "gelu", "rms_epsilon": 1e-5, "out_dtype": f32}],
         "gated_mlp": [mlp | {"activation": "silu", "residual": x}],
-        "fp8_gated_mlp": [mlp | {"residual": x}],
+        "fp8_gated_mlp": [mlp | {"residual": x}, mlp | {"state": mgpu_ops.Fp8GatedState.init(2)}],
         "gated_activation": [{"gate_up": _array(16, 64), "activation": "silu", "rms_rows": x, "rms_epsilon": 1e-6}],
         "fp8_matmul": [
             {"x": x, "w": w, "bias": _array(64), "residual": _array(16, 64, dtype=f32), "scheme": "row", "out_dtype": f32}

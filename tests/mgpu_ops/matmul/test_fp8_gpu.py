@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mgpu_ops import Fp8State, MatmulProblem, fp8_matmul, matmul, spec_of
+from mgpu_ops import Fp8GatedState, Fp8State, MatmulProblem, fp8_gated_mlp, fp8_matmul, matmul, spec_of
 from mgpu_ops.core import gpu
 from mgpu_ops.matmul.quantities import scale_shapes
 from tests.configs import BASE
@@ -128,3 +128,25 @@ def test_fp8_matmul_and_its_gradients_in_the_kernels_are_those_of_xla(recipe):
     for found, wanted in zip(step("mosaic", *arrays), step("xla", *arrays), strict=True):
         found, wanted = (np.asarray(each).astype(np.float32) for each in (found, wanted))
         assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_fp8_gated_mlp_its_gradients_and_next_state_in_the_kernels_are_those_of_xla(delayed):
+    shapes = [(256, 512), (512, 384), (512, 384), (384, 512), (256, 512)]
+    x, *weights, g = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes))
+    weights = [(w / 20).astype(w.dtype) for w in weights]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(backend: str, state: Any, *arrays: jax.Array) -> Any:
+        out, backward = jax.vjp(lambda state, *arrays: fp8_gated_mlp(*arrays, state=state, backend=backend), state, *arrays)
+        return out, backward(g)
+
+    state = Fp8GatedState.init(4) if delayed else None
+    for _ in range(2 if delayed else 1):
+        (out, (following, *found)), (wanted, (expected, *others)) = (step(b, state, x, *weights) for b in ("mosaic", "xla"))
+        for one, other in zip((out, *found), (wanted, *others), strict=True):
+            one, other = (np.asarray(each).astype(np.float32) for each in (one, other))
+            assert np.linalg.norm(one - other) < 0.03 * np.linalg.norm(other)
+        for one, other in zip(jax.tree.leaves(following), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0.05)
+        state = following
