@@ -12,7 +12,8 @@ them, and by as many thread blocks as there is room for:
 - *Pages.* A thread block first copies its share of the table of pages to shared memory. Each tile of keys (and of values) is
   then loaded by a copy for each of its pages, or for its part of one; all else is as without pages.
 - *Keys and values of 8 bits* are half of the bytes to read. All threads write a tile to shared memory once more, as float16,
-  which holds each of them exactly; queries and weights are float16 then too. Scales of heads are applied to scores and output.
+  which holds each of them exactly. Weights are float16 then too, and queries, which are rounded where they have arrived. Scales
+  of heads are applied to scores and output.
 - A thread block is one warpgroup, which starts its own copies as soon as a stage is read. Two or more blocks fit on an SM:
   while one waits or takes exponentials, another loads.
 
@@ -48,6 +49,11 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import Pages, load_pages, load_rows, load_scattered, rows_view, store_scattered
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.core.upcast import widen
+
+
+def _rounds_queries(p: Problem) -> bool:
+    """Whether the kernel rounds queries to float16."""
+    return p.eight_bits and p.dtype == "bfloat16"
 
 
 def _knows_first(p: Problem) -> bool:
@@ -289,6 +295,8 @@ class _ThreadBlock:
     def attend(self) -> OnlineSoftmax:
         """Adds the weights times values of all kv blocks to the output; returns row max and row sum."""
         plgpu.barrier_wait(self.full["q"])
+        if _rounds_queries(self.p):
+            self._round_queries()
         unmasked = self.share.unmasked
         softmax = lax.fori_loop(0, unmasked, functools.partial(self._step, False), OnlineSoftmax.start())
         if self.p.masks(self.c.tile_kv):
@@ -296,6 +304,14 @@ class _ThreadBlock:
         if _knows_first(self.p):  # no copy outlives the block
             pl.when(self.steps == 0)(lambda: plgpu.barrier_wait(self.full["k"].at[0]))
         return softmax
+
+    def _round_queries(self) -> None:
+        """Queries, which came as the bits of bfloat16, become float16: XLA would take a kernel for it."""
+        for panel in range(self.p.head_dim // PANEL):
+            ref = self.smem["q"].at[panel]
+            bits = plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+            ref[...] = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float16)
+        plgpu.commit_smem()
 
     def _step(self, masked: bool, step: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
         k_stage, v_stage = opaque(self._stage("k", step)), opaque(self._stage("v", step))
@@ -433,7 +449,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     if p.page_size:
         inputs = dataclasses.replace(inputs, page_table=_flat_table(inputs.page_table, page_indices(p, c)))
     if p.eight_bits:
-        q = q.astype(jnp.float16)
+        q = lax.bitcast_convert_type(q, jnp.float16) if _rounds_queries(p) else q.astype(jnp.float16)
         inputs = dataclasses.replace(inputs, kv_scales=tuple(x.reshape(-1) for x in inputs.kv_scales))
     if p.lengths:  # one array, which XLA makes in one kernel where they are computed
         inputs = dataclasses.replace(inputs, lengths=jnp.stack(inputs.lengths))
