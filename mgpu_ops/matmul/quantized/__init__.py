@@ -76,8 +76,8 @@ def quantized_matmul(
 ) -> jax.Array:
     """x times weights of 8 or 4 bits, which become 16-bit floats in the tensor cores' registers; accumulated in float32.
 
-    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[g, n]) scales[g, n] + bias[n] + residual[..., n] with g = k / group_size;
-    rounded once, when stored.
+    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[g, n]) scales[g, n] + bias[n] + residual[..., n] with
+    g = k / group_size; rounded once, when stored.
 
     Args:
       x: [..., k]. bfloat16 or float16 for the kernel; other floats run through XLA.
@@ -219,7 +219,7 @@ def _one_device(call: _Call) -> Callable[..., jax.Array]:
 
 
 def _rule(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, *others: jax.Array) -> partition.Rule:
-    """Rows and columns are split, and k where groups do not divide it, with the epilogue behind the sum of the parts' products."""
+    """Rows and columns are split, and k where groups do not divide it; the epilogue follows the sum of the parts' products."""
     k, of_groups = ("K", "GROUPS n") if scales.ndim == 2 else ("k", "n")
     operands = [f"m {k}", f"n {k}" if call.transpose_w else f"{k} n", of_groups]
     operands += [of_groups] * call.zero_points + ["n"] * call.bias + ["m n"] * call.residual

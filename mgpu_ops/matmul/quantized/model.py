@@ -179,8 +179,8 @@ def default(problem: Problem, gpu: Gpu) -> Config:
 def distance(x: Product, y: Product) -> float | None:
     """How far problem `y` is from `x`, for which a config was tuned; None where the config does not carry over.
 
-    The sum of |log2| of the ratios of m, n and k, and a small step for another group, zero points, epilogue, or dtype of as many
-    bits.
+    The sum of |log2| of the ratios of m, n and k, and a small step for another group, zero points, bias, residual, or dtype of
+    as many bits.
     """
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k))
     if x.w_dtype != y.w_dtype or itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):

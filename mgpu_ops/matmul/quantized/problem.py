@@ -51,7 +51,7 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem(Product):
-    """out[m, n] = sum_k x[m, k] (w[n, k] - zero_points[k / group_size, n]) scales[k / group_size, n] + bias[n] + residual[m, n].
+    """out[m, n] = sum_k x[m, k] (w[n, k] - zero_points[g, n]) scales[g, n] + bias[n] + residual[m, n] with g = k / group_size.
 
     m, n, k: rows of x (tokens), columns of the result, and what is summed over.
     w_dtype: of the weights, "int8" or "int4", two of which lie in a byte.

@@ -144,15 +144,21 @@ CASES = {
         P(32, 256, 384, "int4", 64, out_dtype="float32", bias=True, residual=True),
         replace(X4, cluster="n"),
     ),
-    "residual in float32, fewer rows than a tile": (P(5, 128, 256, out_dtype="float32", residual=True), replace(BASE, tile_m=8)),
+    "residual in float32, fewer rows than a tile": (
+        P(5, 128, 256, out_dtype="float32", residual=True),
+        replace(BASE, tile_m=8),
+    ),
 }
 ONE_OF_A_BLOCK = [name for name in CASES if "k split in a cluster and in its blocks" in name]
-ADDED = ["one row, several", "zero points, float16", "in turn, k split", "several epilogue tiles", "warpgroups share n, k split"]
-IN_ALL = [
-    name
-    for name in CASES
-    if name != "k split in a cluster and in its blocks" and not ("residual" in name and any(part in name for part in ADDED))
-]
+ALWAYS = {
+    "k split in a cluster and in its blocks",
+    "bias and residual, one row, several tiles a block",
+    "residual, int4, groups of 128 with zero points, float16",
+    "residual, steps in turn, k split in a cluster",
+    "residual, rows of several wgmma, several epilogue tiles",
+    "residual, rows of several wgmma, warpgroups share n, k split in a cluster",
+}
+IN_ALL = [name for name in CASES if name not in ALWAYS]
 
 
 @pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
