@@ -127,7 +127,12 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def is_short_of_registers(p: Product, c: Config) -> bool:
-    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps, most of many rows."""
+    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps, most of many rows; and
+    with a residual wide tiles of several warpgroups that add up sums.
+    """
+    adds_up = c.wg_dimension == "k" or c.cluster == "k"
+    if p.residual and p.group_size and adds_up and c.tile_n > 128 and c.compute_warpgroups > 2:
+        return True
     if c.exchange != "x":
         return False
     if c.tile_m < 48:  # four warpgroups' threads, with all of a long step each
