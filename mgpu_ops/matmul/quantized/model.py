@@ -127,8 +127,9 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def is_short_of_registers(p: Product, c: Config) -> bool:
-    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps, most of many rows; and
-    with a residual wide tiles of several warpgroups that add up sums.
+    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps, most of many rows.
+
+    With a residual also wide tiles of several warpgroups that add up sums.
     """
     adds_up = c.wg_dimension == "k" or c.cluster == "k"
     if p.residual and p.group_size and adds_up and c.tile_n > 128 and c.compute_warpgroups > 2:
