@@ -70,6 +70,14 @@ def _write(buffer: Any, part: Any, transpose: bool) -> None:
         buffer[...] = part.astype(buffer.dtype)
 
 
+def residual_of_tile(buffer: Any, transpose: bool = False) -> Any:
+    """The epilogue tile of a residual that was loaded into its buffer, float32 in wgmma's layout."""
+    if not transpose:
+        return buffer[...].astype(jnp.float32)
+    tile = plgpu.load(engine.transpose_ref(buffer), layout=plgpu.Layout.WGMMA_TRANSPOSED)
+    return plgpu.layout_cast(tile, plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
 def _wait_for_buffer(number: int, buffers: int) -> None:
     """Waits until the last copy from the buffer of epilogue tile `number` has read it.
 

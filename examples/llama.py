@@ -449,8 +449,7 @@ def _int8_gated(x: jax.Array, layer: Params) -> jax.Array:
 def _served_product(x: jax.Array, w: Any, residual: jax.Array | None = None) -> jax.Array:
     if not isinstance(w, tuple):
         return _product(x, w, residual)
-    out = mgpu_ops.quantized_matmul(x, *w, transpose_w=True)
-    return out if residual is None else out + residual
+    return mgpu_ops.quantized_matmul(x, *w, residual=residual, transpose_w=True)
 
 
 def _normed_head(x: jax.Array, params: Params) -> jax.Array:

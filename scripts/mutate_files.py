@@ -76,6 +76,7 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
     "quantized_matmul": [
         {"w_dtype": "int4", "group_size": 128, "zero_points": True, "dtype": "float16", "out_dtype": "float16"},
         {"scale_dtype": "float32"},
+        {"bias": True, "residual": True},
     ],
     "quantize": [{"dtype": "float32"}, {"dtype": "float16"}],
     "grouped_matmul": [

@@ -34,6 +34,7 @@ from mgpu_ops.grouped.grouped_matmul.problem import by_name
 from mgpu_ops.matmul import algorithms
 from mgpu_ops.matmul.epilogue import names
 from mgpu_ops.matmul.quantities import EPSILON
+from mgpu_ops.matmul.quantized import problem as quantized
 from mgpu_ops.registry import dispatch
 from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.tuning.terminal import brief
@@ -69,8 +70,8 @@ def _gated_matmul(problem: GatedMatmulProblem, backend: dispatch.Backend | None)
 
 
 def _quantized_matmul(problem: QuantizedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:
-    options: dict[str, Any] = {"out_dtype": problem.out_dtype, "backend": backend}
-    return partial(mgpu_ops.quantized_matmul, transpose_w=problem.layout == "nt", **options)
+    options: dict[str, Any] = {"out_dtype": problem.out_dtype, "transpose_w": problem.layout == "nt", "backend": backend}
+    return lambda *arrays: mgpu_ops.quantized_matmul(**dict(zip(quantized.names(problem), arrays, strict=True)), **options)
 
 
 def _quantized_grouped_matmul(problem: QuantizedGroupedMatmulProblem, backend: dispatch.Backend | None) -> Callable[..., Any]:

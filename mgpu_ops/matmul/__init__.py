@@ -27,7 +27,7 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import algorithms, xla
-from mgpu_ops.matmul.arguments import checked_arrays, checked_out_dtype, epsilon_of
+from mgpu_ops.matmul.arguments import checked_arrays, checked_bias, checked_out_dtype, epsilon_of
 from mgpu_ops.matmul.checks import check, supports
 from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
 from mgpu_ops.matmul.model import candidates, cost, default, distance, space, thrifty
@@ -203,8 +203,8 @@ def products(
         )
     lead = _broadcast_batches(wide_a, wide_b)
     shape = (*lead, *(m,) * (a.ndim > 1), *(n,) * (b.ndim > 1))
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"bias has shape {bias.shape}: it must be [n] = {(n,)}")
+    if bias is not None:
+        bias = checked_bias(bias, n)
     if residual is not None:
         residual = like_the_result(residual, shape, call.out_dtype).reshape(*lead, m, n)
     kind, (scale_a, scale_b) = checked_scales((scale_a, scale_b), (m, n, k_a), (wide_a.shape[:-2], wide_b.shape[:-2]))

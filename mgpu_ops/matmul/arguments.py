@@ -27,6 +27,13 @@ def checked_arrays(**given: ArrayLike | None) -> dict[str, jax.Array]:
     return arrays
 
 
+def checked_bias(bias: jax.Array, n: int) -> jax.Array:
+    """The bias of n columns. Raises for one of another shape."""
+    if bias.shape != (n,):
+        raise ValueError(f"bias has shape {bias.shape}: it must be [n] = {(n,)}")
+    return bias
+
+
 def epsilon_of(rms_epsilon: Any, a: jax.Array) -> jax.Array:
     """rms_epsilon as the kernel takes it, float32 [1]. Raises for one that is no number of at least 0, and for A of 8 bits."""
     epsilon = checked_epsilon("rms_epsilon", rms_epsilon)

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh, order
 from mgpu_ops.matmul import like_the_result, matmul, quantizing
-from mgpu_ops.matmul.arguments import float_dtype
+from mgpu_ops.matmul.arguments import checked_bias, float_dtype
 from mgpu_ops.matmul.rounding import scale_of
 from mgpu_ops.registry import dispatch
 
@@ -150,8 +150,8 @@ def _of_rows(call: _Call, state: Fp8State | None, x: jax.Array, w: jax.Array, *m
     """The product of x's rows, in x's leading dimensions. Raises for another shape of bias or residual."""
     shape = (*x.shape[:-1], w.shape[0 if call.transpose_b else 1])
     by = dict(zip(call.epilogue, more, strict=True))
-    if "bias" in by and by["bias"].shape != shape[-1:]:
-        raise ValueError(f"bias has shape {by['bias'].shape}: it must be [n] = {shape[-1:]}")
+    if "bias" in by:
+        checked_bias(by["bias"], shape[-1])
     if "residual" in by:
         by["residual"] = lax.collapse(like_the_result(by["residual"], shape, call.out_dtype), 0, -1)
     return _product(call, lax.collapse(x, 0, -1), w, state, *by.values()).reshape(shape)

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.activations import in_registers
-from mgpu_ops.core.epilogue import along, epilogue_origins, store_in_turn, store_tile
+from mgpu_ops.core.epilogue import along, epilogue_origins, residual_of_tile, store_in_turn, store_tile
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.row_norm import factor_of_squares
 from mgpu_ops.core.scaled import Sums
@@ -275,12 +275,7 @@ def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any
         values += vector(refs.bias, columns)
     values = in_registers(work.problem.activation, values)
     if refs.residual is not None:
-        if work.transposed:
-            residual = plgpu.load(engine.transpose_ref(buffer), layout=plgpu.Layout.WGMMA_TRANSPOSED)
-            residual = plgpu.layout_cast(residual, plgpu.Layout.WGMMA)
-        else:
-            residual = buffer[...]
-        values += residual.astype(jnp.float32)
+        values += residual_of_tile(buffer, work.transposed)
     return values
 
 

@@ -21,7 +21,7 @@ from mgpu_ops.matmul.quantized.problem import PANEL, Config, check_config, suppo
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Problem(quantized.Problem):
+class Problem(quantized.Product):
     """out[i, n] = sum_k x[i, k] (w[g, n, k] - zero_points[g, k / group_size, n]) scales[g, k / group_size, n], i in group g.
 
     Of each group as in `QuantizedMatmulProblem`:

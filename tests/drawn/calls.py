@@ -393,8 +393,11 @@ def _quantized_matmul(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     m = side(rng, 1, 64) if rng.random() < 0.5 else side(rng, 1, s.rows)
     n, k = side(rng, 16, s.columns, 16), side(rng, 128, max(s.depth, 128), 64)
     how, arrays = _weights(rng, normal, k, n)
+    added = {"bias": normal(n)} if rng.random() < 0.4 else {}
+    if rng.random() < 0.4:
+        added["residual"] = normal(m, n)
     call = lambda **xs: mgpu_ops.quantized_matmul(**xs, transpose_w=how["turned"])  # noqa: E731
-    return Drawn(f"quantized_matmul {how}", call, {"x": normal(m, k)} | arrays, ("x",))
+    return Drawn(f"quantized_matmul {how}", call, {"x": normal(m, k)} | arrays | added, ("x", *added))
 
 
 def _quantized_grouped_matmul(rng: random.Random, s: Sizes, normal: Any) -> Drawn:

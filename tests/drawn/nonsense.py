@@ -100,6 +100,7 @@ def good() -> dict[str, list[Arguments]]:
         "quantize": [{"x": x, "scheme": "tensor", "axis": -1, "dtype": jnp.float8_e4m3fn, "transpose": True}],
         "quantized_matmul": [
             {"x": x, "w": w8, "scales": _array(64, dtype=f32), "zero_points": _array(64, dtype=f32), "out_dtype": f32}
+            | {"bias": _array(64), "residual": _array(16, 64, dtype=f32)}
         ],
         "quantized_grouped_matmul": [
             {"lhs": x, "rhs": w8[None].repeat(2, 0), "scales": _array(2, 64), "group_sizes": sizes, "spread": "random"}

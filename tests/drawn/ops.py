@@ -176,7 +176,8 @@ def _weights(rng: random.Random, s: Sizes) -> dict[str, Any]:
 
 
 def _quantized_matmul(rng: random.Random, s: Sizes) -> Any:
-    return SPECS["quantized_matmul"].Problem(**_weights(rng, s))
+    added = {"bias": rng.random() < 0.4, "residual": rng.random() < 0.4}
+    return SPECS["quantized_matmul"].Problem(**_weights(rng, s), **added)
 
 
 def _quantized_grouped_matmul(rng: random.Random, s: Sizes) -> Any:

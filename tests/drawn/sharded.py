@@ -137,14 +137,20 @@ def _quantized(rng: random.Random) -> Call:
     tb = rng.random() < 0.5
     w = numbers.integers(-127, 127, (n, k) if tb else (k, n)).astype(np.int8)
     scales = _normal(rng, k // group, n) if group else _normal(rng, n)
-    arrays = [_normal(rng, m, k), w, scales / 100]
-    if zero := rng.random() < 0.4:
-        arrays.append(np.asarray(numbers.integers(-9, 9, scales.shape), np.float32))
+    more: dict[str, Any] = {}
+    if rng.random() < 0.4:
+        more["zero_points"] = np.asarray(numbers.integers(-9, 9, scales.shape), np.float32)
+    if rng.random() < 0.4:
+        more["bias"] = _normal(rng, n)
+    if rng.random() < 0.4:
+        more["residual"] = _normal(rng, m, n)
+    arrays = [_normal(rng, m, k), w, scales / 100, *more.values()]
 
-    def call(x: Any, w: Any, s: Any, *z: Any) -> Any:
-        return mgpu_ops.quantized_matmul(x, w, s, transpose_w=tb, **({"zero_points": z[0]} if z else {}))
+    def call(x: Any, w: Any, s: Any, *others: Any) -> Any:
+        return mgpu_ops.quantized_matmul(x, w, s, transpose_w=tb, **dict(zip(more, others, strict=True)))
 
-    return f"quantized_matmul {tb} group={group} zero_points={zero}", call, arrays, (0,)
+    of = (0, *(i for i, name in enumerate(more, 3) if name != "zero_points"))
+    return f"quantized_matmul {tb} group={group} {list(more)}", call, arrays, of
 
 
 def _fp8(rng: random.Random) -> Call:

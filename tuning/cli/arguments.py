@@ -214,7 +214,10 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "activation of the output (default none); gated ops: of the gate (default silu)",
         },
         "residual": _FLAG
-        | {"help": "matmul, grouped_matmul: add an array of the output's shape; rms_norm with --gradient: one of x's shape"},
+        | {
+            "help": "matmul, quantized_matmul, grouped_matmul: add an array of the output's shape; rms_norm with --gradient: "
+            "one of x's shape"
+        },
         "gradient": _FLAG
         | {
             "help": "the op's backward kernel. gated ops: gradients of gate and up; cross_entropy: of the logits; "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,9 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.matmul.arguments import float_dtype
+from mgpu_ops.matmul import like_the_result
+from mgpu_ops.matmul.arguments import checked_bias, float_dtype
+from mgpu_ops.matmul.epilogue import by_name, with_epilogue
 from mgpu_ops.matmul.quantized.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.matmul.quantized.problem import (
     SHAPES,
@@ -30,10 +32,13 @@ from mgpu_ops.matmul.quantized.problem import (
     W_DTYPES,
     Config,
     Problem,
+    Product,
+    as_matmul,
     bytes_moved,
     check,
     flops,
     inputs,
+    plain,
     smem_bytes,
     supports,
     tolerance,
@@ -51,6 +56,9 @@ class _Call:
     out_dtype: str
     config: Config | None
     backend: dispatch.Backend | None
+    zero_points: bool = False
+    bias: bool = False
+    residual: bool = False
 
 
 def quantized_matmul(
@@ -59,6 +67,8 @@ def quantized_matmul(
     scales: ArrayLike,
     zero_points: ArrayLike | None = None,
     *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
     out_dtype: DTypeLike | None = None,
     transpose_w: bool = False,
     config: Config | None = None,
@@ -66,7 +76,8 @@ def quantized_matmul(
 ) -> jax.Array:
     """x times weights of 8 or 4 bits, which become 16-bit floats in the tensor cores' registers; accumulated in float32.
 
-    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[g, n]) scales[g, n] with g = k / group_size; rounded once, when stored.
+    out[..., n] = sum_k x[..., k] (w[k, n] - zero_points[g, n]) scales[g, n] + bias[n] + residual[..., n] with
+    g = k / group_size; rounded once, when stored.
 
     Args:
       x: [..., k]. bfloat16 or float16 for the kernel; other floats run through XLA.
@@ -76,6 +87,8 @@ def quantized_matmul(
         kernel. Or one scale for each column, [n] or [1, n].
       zero_points: numbers of the scales' shape, whole and of w's range. They are cast to the scales' dtype: store them so.
         Default: 0.
+      bias: [n] floats. Default: none.
+      residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.
       out_dtype: of the result; x's dtype by default, or "float32".
       transpose_w: w is stored transposed.
       config: runs the kernel with this Config instead of the database's.
@@ -89,14 +102,14 @@ def quantized_matmul(
 
     uint4 as AWQ and GPTQ store it is int4 and its zero points less 8: `(w - 8).astype(jnp.int4)`, `zero_points - 8`.
 
-    Works under jit, grad (reverse mode) with respect to x, vmap (one launch where x alone is mapped, else one after the other)
-    and shard_map. The backward pass, dx = g times the scaled weights, runs through XLA. Weights, scales and zero points are
-    constants: a gradient of scales or zero points raises.
+    Works under jit, grad (reverse mode) with respect to x, bias and residual, vmap (one launch where x and residual alone are
+    mapped, else one after the other) and shard_map. The backward pass, dx = g times the scaled weights, runs through XLA.
+    Weights, scales and zero points are constants: a gradient of scales or zero points raises.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, an unknown backend, a config that cannot run, a gradient that
         there is not. Scales that are not finite are no error: the result has what arithmetic makes of them.
-      TypeError: x or scales that are no floats, weights that are no int8 or int4.
+      TypeError: x, scales, bias or residual that are no floats, weights that are no int8 or int4.
 
     Source: the kernel's own, in mgpu_ops/matmul/quantized/kernel.py; see docs/kernels/quantized_matmul.md.
     """
@@ -113,10 +126,16 @@ def quantized_matmul(
     )
     arrays = [constant(a.reshape(_scale_shape(of_groups.shape, k, n))) for a in arrays]
     out = float_dtype(out_dtype, None, rows.dtype)
+    m = int(np.prod(rows.shape[:-1], dtype=np.int64))
+    if bias is not None:
+        arrays.append(checked_bias(floats.array("quantized_matmul", "bias", bias), n))
+    if residual is not None:
+        added = floats.array("quantized_matmul", "residual", residual)
+        arrays.append(like_the_result(added, (*rows.shape[:-1], n), out.name).reshape(m, n))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
-    call = _Call(transpose_w, out.name, config, dispatch.requested_backend(backend))
-    m = int(np.prod(rows.shape[:-1], dtype=np.int64))
+    backend = dispatch.requested_backend(backend)
+    call = _Call(transpose_w, out.name, config, backend, zero_points is not None, bias is not None, residual is not None)
     flat = mesh.same_mesh_axes(rows.reshape(m, k), weights, *arrays)
     return _quantized(call, *flat).reshape(*rows.shape[:-1], n)
 
@@ -162,12 +181,14 @@ def _forward(call: _Call, *arrays: jax.Array) -> Any:
 
 
 def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    """dx = g times the scaled weights, through XLA."""
-    x, w, *scales = saved
+    """dx = g times the scaled weights, through XLA; dbias is the sum of g's rows."""
+    x, w, *others = saved
+    scales, added = others[: 1 + call.zero_points], others[1 + call.zero_points :]
     wide = np.promote_types(x.dtype, np.float32)
     weights = dequantised(_problem(call, *saved), w, *scales).astype(product_dtype(x.dtype))
     dx = jnp.matmul(g.astype(weights.dtype), weights if call.transpose_w else weights.mT, preferred_element_type=wide)
-    return (dx.astype(x.dtype), None, *(None for _ in scales))
+    dbias = [jnp.sum(g, 0, dtype=np.promote_types(g.dtype, np.float32)).astype(a.dtype) for a in added[: call.bias]]
+    return (dx.astype(x.dtype), None, *(None for _ in scales), *dbias, *[g] * call.residual)
 
 
 _quantized.defvjp(_forward, _backward)
@@ -188,34 +209,62 @@ def _(*_: Any) -> Any:
 
 
 @functools.cache
-def _batchable(call: _Call) -> Any:
-    """The call as a function of arrays. It is jitted, so that eager calls trace once."""
+def _one_device(call: _Call) -> Callable[..., jax.Array]:
+    """The call as one device runs it."""
 
-    def one_device(*arrays: jax.Array) -> Any:
+    def product(*arrays: jax.Array) -> jax.Array:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
-    def rule(x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> partition.Rule:
-        """Rows and columns are split, and k where groups do not divide it."""
-        k, of_groups = ("K", "GROUPS n") if scales.ndim == 2 else ("k", "n")
-        of_w = f"n {k}" if call.transpose_w else f"{k} n"
-        more = f", {of_groups}" * len(zero_points)
-        return partition.Rule("quantized_matmul", f"m {k}, {of_w}, {of_groups}{more} -> m n")
+    return product
 
-    product = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.backend))
+
+def _rule(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, *others: jax.Array) -> partition.Rule:
+    """Rows and columns are split, and k where groups do not divide it; the epilogue follows the sum of the parts' products."""
+    k, of_groups = ("K", "GROUPS n") if scales.ndim == 2 else ("k", "n")
+    operands = [f"m {k}", f"n {k}" if call.transpose_w else f"{k} n", of_groups]
+    operands += [of_groups] * call.zero_points + ["n"] * call.bias + ["m n"] * call.residual
+    partial, finish = _in_parts(call) if call.bias or call.residual else (None, None)
+    return partition.Rule("quantized_matmul", f"{', '.join(operands)} -> m n", partial=partial, finish=finish)
+
+
+@functools.cache
+def _in_parts(call: _Call) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Of the same arrays a part's product without an epilogue, and the epilogue of the sum of the parts' products."""
+    linear, count = dataclasses.replace(call, config=None, bias=False, residual=False), 3 + call.zero_points
+
+    def partial(*arrays: jax.Array) -> jax.Array:
+        return _one_device(linear)(*arrays[:count])
+
+    def finish(product: jax.Array, *arrays: jax.Array) -> jax.Array:
+        wide = product.astype(np.promote_types(product.dtype, np.float32))
+        return _with_epilogue(_problem(call, *arrays), wide, *arrays[count:])
+
+    return partial, finish
+
+
+@functools.cache
+def _batchable(call: _Call) -> Any:
+    """The call as a function of arrays. It is jitted, so that eager calls trace once."""
+    rule = functools.partial(_rule, call)
+    product = jax.custom_batching.custom_vmap(partition.partitioned(_one_device(call), rule, call.backend))
 
     @product.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        if not any(batched[1:]):  # one product with more rows
-            x, *rest = arrays
-            out = run(lax.collapse(x, 0, -1), *rest)
-            return out.reshape(*x.shape[:-1], out.shape[-1]), True
-        return one_after_the_other(run, batched, arrays), True
+        rows = [i in (0, len(arrays) - call.residual) for i in range(len(arrays))]
+        if any(is_batched and not of_rows for is_batched, of_rows in zip(batched, rows, strict=True)):
+            return one_after_the_other(run, batched, arrays), True
+
+        def joined(a: jax.Array, is_batched: bool) -> jax.Array:  # one product with more rows
+            return lax.collapse(a if is_batched else jnp.broadcast_to(a, (size, *a.shape)), 0, 2)
+
+        out = run(*(joined(a, b) if r else a for a, b, r in zip(arrays, batched, rows, strict=True)))
+        return out.reshape(size, arrays[0].shape[-2], out.shape[-1]), True
 
     run = jax.jit(product)
     return run
 
 
-def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> Problem:
+def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, *_: jax.Array) -> Problem:
     k, n = x.shape[1], w.shape[0 if call.transpose_w else 1]
     group = k // scales.shape[0] if scales.ndim == 2 else 0
     return Problem(
@@ -224,11 +273,13 @@ def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_p
         k=k,
         w_dtype=w.dtype.name,
         group_size=group,
-        zero_points=bool(zero_points),
+        zero_points=call.zero_points,
         dtype=x.dtype.name,
         out_dtype=call.out_dtype,
         layout="nt" if call.transpose_w else "nn",
         scale_dtype=scales.dtype.name,
+        bias=call.bias,
+        residual=call.residual,
     )
 
 
@@ -237,7 +288,7 @@ def product_dtype(dtype: Any) -> Any:
     return dtype if gpus.current() is not None else np.promote_types(dtype, np.float32)
 
 
-def dequantised(problem: Problem, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
+def dequantised(problem: Product, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
     """(w - zero_points) scales as stored, in float32, or float64 as the scales; of several matrices those of each."""
     axis = -1 if problem.layout == "nt" else -2  # of w, along k
     wide = np.promote_types(scales.dtype, np.float32)
@@ -253,15 +304,21 @@ def dequantised(problem: Problem, w: jax.Array, scales: jax.Array, *zero_points:
     return values * of_each(scales.astype(wide))
 
 
-def reference(problem: Problem, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
+def reference(problem: Problem, x: jax.Array, w: jax.Array, scales: jax.Array, *others: jax.Array) -> jax.Array:
     """The same through XLA: the weights, scaled and on a GPU rounded to x's dtype, then a product.
 
     Scales of columns multiply the product instead, so that 8 or 4 bits are exact in x's dtype.
     """
-    return scaled_product(problem, x, w, scales, *zero_points).astype(problem.out_dtype)
+    zero_points, added = others[: problem.zero_points], others[problem.zero_points :]
+    return _with_epilogue(problem, scaled_product(problem, x, w, scales, *zero_points), *added)
 
 
-def scaled_product(p: Problem, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
+def _with_epilogue(p: Problem, product: jax.Array, *added: jax.Array) -> jax.Array:
+    """The scaled product with what is added to it, rounded to out_dtype."""
+    return with_epilogue(as_matmul(p), product, **by_name(as_matmul(p), added))
+
+
+def scaled_product(p: Product, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> jax.Array:
     """`reference` before it is rounded to out_dtype."""
     dtype, wide = product_dtype(x.dtype), np.promote_types(x.dtype, np.float32)
     ones = jnp.ones((), scales.dtype)[None]
@@ -299,6 +356,7 @@ SPEC = OpSpec(
     tolerance=tolerance,
     baseline_cost=baseline_cost,
     unmeasured=unmeasured,
+    plain=plain,
 )
 
 __all__ = ["SPEC", "Config", "Problem", "default", "launch", "quantized_matmul", "reference", "smem_bytes"]

@@ -7,7 +7,7 @@ Integers are exact in 16 bits, also behind a zero point; the product of a group 
 Persistent and warp-specialised, as matmul's kernel: a producer warpgroup loads weights, rows of x, scales and zero points with
 TMA into the stages of a pipeline, and consumer warpgroups multiply them. They share the tile's columns; or each has a part of
 the step's k, or they take whole steps in turn, and the first adds up their sums: then a narrow tile occupies several, which
-hide each other's waits.
+hide each other's waits. Those that store load the residual of a tile before they multiply, into the epilogue's buffers.
 
 Sources: CUDA PTX ISA (wgmma, cp.async.bulk.tensor); JAX's Pallas Mosaic GPU documentation.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, inflight, tile_scheduler
 from mgpu_ops.core.cluster import ClusterSum
-from mgpu_ops.core.epilogue import along, store_tile
+from mgpu_ops.core.epilogue import along, residual_of_tile, store_tile
 from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import consumer_registers, resident_clusters
@@ -40,6 +41,7 @@ from mgpu_ops.matmul.quantized.problem import (
     PANEL,
     Config,
     Problem,
+    Product,
     bits_of,
     cluster_size,
     clusters_of_tiles,
@@ -47,6 +49,7 @@ from mgpu_ops.matmul.quantized.problem import (
     epilogue_rows,
     helper_registers,
     k_steps,
+    names,
     readers,
     stored_panel,
     storing_warpgroups,
@@ -76,14 +79,16 @@ class Block:
 
     x: a `rows_view`. A block of products of groups replaces `tile`, `row_end` and `store_rows`.
 
-    zero_points: None where there are none. scales: [k / group_size, n], or [columns of all tiles] of which each has one scale.
+    zero_points, bias, residual: None where there are none. scales: [k / group_size, n], or [columns of all tiles] of which each
+      has one scale; so has a bias. residual: as out.
     w_smem: [stages, panels, tile_n, 128 or, of int4, 256]. x_smem: [stages, panels, tile_m, x_panel]. s_smem, z_smem: [stages,
       groups, tile_n]. x_full: barriers of the stages' x, where one more warpgroup puts its columns in order.
+    residual_arrived: a barrier of each warpgroup that stores.
     parts: [warpgroups - 1, rows / 64, 64, tile_m] float32, sums of the other warpgroups where they share k.
     wg: the number of a consumer's own warpgroup.
     """
 
-    p: Problem
+    p: Product
     c: Config
     blocks: int
     x: Any
@@ -94,6 +99,8 @@ class Block:
     w_smem: Any
     x_smem: Any
     out_smem: Any
+    bias: Any = None
+    residual: Any = None
     s_smem: Any = None
     z_smem: Any = None
     x_full: Any = None
@@ -101,6 +108,7 @@ class Block:
     parts_arrived: Any = None
     parts_taken: Any = None
     cluster_sum: Any = None
+    residual_arrived: Any = None
     wg: Any = 0
 
     def tile(self, number: jax.Array) -> Tile:
@@ -301,6 +309,29 @@ class Block:
         ref = smem.at[stage, group, pl.ds(self.first_row + row, ROWS)]
         return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
+    def load_residual(self, number: jax.Array) -> None:
+        """Where this warpgroup stores: starts to load the residual of a tile into the epilogue's buffers, one for each copy."""
+        tile, wg, rows = self.tile(number), self.wg if self.c.wg_dimension == "n" else 0, epilogue_rows(self.c)
+
+        def load() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffers
+            origins = itertools.product(self.row_blocks, range(0, self.c.tile_m, rows))
+            for buffer, (column, row) in enumerate(origins):
+                src = self._epilogue_tile(self.residual, tile.row + row, tile.column + self.first_row + column)
+                engine.copy_gmem_to_smem(src, self.out_smem.at[wg, buffer], self.residual_arrived.at[wg])
+
+        if storing_warpgroups(self.c) < self.c.compute_warpgroups:
+            pl.when(self.wg == 0)(lambda: self._in_storing_block(load))
+        else:
+            self._in_storing_block(load)
+
+    def _in_storing_block(self, then: Callable[[], None]) -> None:
+        """Runs `then` in the blocks that store: of a cluster along k, the first."""
+        if self.c.cluster == "k":
+            pl.when(lax.axis_index("cluster") == 0)(then)
+        else:
+            then()
+
     def store(self, number: jax.Array, sums: tuple[jax.Array, ...]) -> None:
         """Adds up the sums of warpgroups and of the cluster where they share k, and stores the tile transposed."""
         tile = self.tile(number)
@@ -331,16 +362,25 @@ class Block:
 
     def _store(self, number: jax.Array, tile: Tile, sums: tuple[jax.Array, ...]) -> None:
         wg = lax.axis_index("wg") if self.c.wg_dimension == "n" else 0
+        if self.residual is not None:
+            self._in_storing_block(lambda: plgpu.barrier_wait(self.residual_arrived.at[wg]))
         for i, (row, values) in enumerate(zip(self.row_blocks, sums, strict=True)):
             first = tile.column + self.first_row + row
+            staging, added = self.out_smem.at[wg], None
+            if self.residual is not None:
+                own = epilogue_buffers(self.p, self.c) // len(sums)
+                staging, added = self.out_smem.at[wg, pl.ds(i * own, own)], _add_residual
 
             def copy(staged: Any, _: int, j: int, first: jax.Array = first) -> None:
                 self.store_rows(tile, staged, tile.row + j, first)
 
-            def finish(total: jax.Array, first: jax.Array = first) -> None:
+            def finish(total: jax.Array, first: jax.Array = first, staging: Any = staging, added: Any = added) -> None:
                 if not self.p.group_size:
                     total *= along(_of(tile, self.scales), first, total.shape, 0) * (1 / self.unit)
-                store_tile(total.astype(self.p.out_dtype), self.out_smem.at[wg], copy, transpose=True)
+                if self.bias is not None:
+                    total += along(self.bias, first, total.shape, 0)
+                values = total if added else total.astype(self.p.out_dtype)
+                store_tile(values, staging, copy, transpose=True, finish=added)
 
             if self.cluster_sum is None:
                 finish(values)
@@ -349,7 +389,16 @@ class Block:
 
     def store_rows(self, tile: Tile, staged: Any, row: jax.Array, column: jax.Array) -> None:
         """Starts the copy of an epilogue tile from shared memory to the tile's rows of the result."""
-        plgpu.copy_smem_to_gmem(staged, self.out.at[pl.ds(row, epilogue_rows(self.c)), pl.ds(column, ROWS)])
+        plgpu.copy_smem_to_gmem(staged, self._epilogue_tile(self.out, row, column))
+
+    def _epilogue_tile(self, ref: Any, row: jax.Array, column: jax.Array) -> Any:
+        """An epilogue tile in an array like the result."""
+        return ref.at[pl.ds(row, epilogue_rows(self.c)), pl.ds(column, ROWS)]
+
+
+def _add_residual(values: jax.Array, buffer: Any, *_: int) -> jax.Array:
+    """An epilogue tile and its residual, which lies in its buffer."""
+    return values + residual_of_tile(buffer, transpose=True)
 
 
 def _of(tile: Tile, ref: Any) -> Any:
@@ -367,9 +416,9 @@ def _rem(x: Int, y: int) -> Int:
 
 def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulators: Any, barriers: Any, **smem: Any) -> None:
     """One block: its output tiles one after the other, each in steps of k."""
-    x, w, scales, *zero_points, out = refs
+    arrays = dict.fromkeys(("zero_points",)) | dict(zip((*names(p), "out"), refs, strict=True))
     engine.describe_from_start()
-    block = Block(p, c, blocks, x, w, scales, zero_points[0] if zero_points else None, out, **smem)
+    block = Block(p, c, blocks, **arrays, **smem)
     pipeline, steps = Pipeline(c.max_concurrent_steps, *barriers), k_steps(p, c)
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), blocks)
 
@@ -386,6 +435,8 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
         own = dataclasses.replace(block, wg=lax.axis_index("wg"))  # asked for once: it takes a shuffle
 
         def tile(t: jax.Array, _: None) -> None:
+            if p.residual:  # it arrives while the tile is multiplied
+                own.load_residual(t)
             own.store(t, own.compute(accs, pipeline, t))
 
         lax.fori_loop(0, own_tiles, tile, None)
@@ -411,12 +462,14 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> jax.Array:
-    """Runs the kernel on x, weights, scales, and zero points where the problem has them."""
-    x, w, scales, *zero_points = arrays
+    """Runs the kernel on the arrays of `names`."""
+    named = dict(zip(names(p), arrays, strict=True))
     cluster = cluster_size(c)
     blocks = min(resident_clusters(cluster, gpu), clusters_of_tiles(p, c))
-    if not p.group_size:  # read up to the end of the last tile
-        scales, *zero_points = (jnp.pad(vector, (0, -p.n % c.tile_n)) for vector in (scales, *zero_points))
+    vectors = ("bias",) if p.group_size else ("scales", "zero_points", "bias")
+    for name in (name for name in vectors if name in named):  # read up to the end of the last tile
+        named[name] = jnp.pad(named[name], (0, -p.n % c.tile_n))
+    named["x"] = rows_view(named["x"])
     run = engine.kernel(
         functools.partial(_kernel, p, c, gpu, blocks),
         engine.Launch(
@@ -429,11 +482,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         out_type=jax.ShapeDtypeStruct((p.m, p.n), p.out_dtype),
         scratch_types=scratch(p, c),
     )
-    out: jax.Array = run(rows_view(x), w, scales, *zero_points)
+    out: jax.Array = run(*named.values())
     return out
 
 
-def scratch(p: Problem, c: Config) -> dict[str, Any]:
+def scratch(p: Product, c: Config) -> dict[str, Any]:
     """The stages of the pipeline and their barriers, accumulators, and what sums and results go through."""
     stages, width, wgs, storing = c.max_concurrent_steps, x_panel(p), c.compute_warpgroups, storing_warpgroups(c)
     stored, row_blocks, epilogue = stored_panel(p), warpgroup_rows(c) // ROWS, epilogue_rows(c)
@@ -449,9 +502,11 @@ def scratch(p: Problem, c: Config) -> dict[str, Any]:
         "accumulators": engine.Accumulators((accumulator,) * (2 if p.group_size else row_blocks), wgs),
         "w_smem": smem((stages, c.tile_k // stored, c.tile_n, stored), p.w_dtype),
         "x_smem": smem((stages, c.tile_k // width, c.tile_m, width), p.dtype),
-        "out_smem": smem((storing, epilogue_buffers(c), epilogue, ROWS), p.out_dtype),
+        "out_smem": smem((storing, epilogue_buffers(p, c), epilogue, ROWS), p.out_dtype),
         "barriers": _barriers(c, copies),
     }
+    if p.residual:
+        made["residual_arrived"] = plgpu.Barrier(num_arrivals=epilogue_buffers(p, c), num_barriers=storing)
     if p.group_size:
         shape = (stages, c.tile_k // p.group_size, c.tile_n)
         made["s_smem"] = plgpu.SMEM(shape, jnp.dtype(p.scale_dtype))
@@ -468,7 +523,7 @@ def scratch(p: Problem, c: Config) -> dict[str, Any]:
     return made
 
 
-def copies_of_x(p: Problem, c: Config) -> int:
+def copies_of_x(p: Product, c: Config) -> int:
     """How many copies bring a step's rows of x: one, where swizzle tiles divide the rows and blocks do not share them.
 
     Each copy takes the producer some 120 clocks: all of its threads arrive at the stage's barrier and wait for each other.

@@ -14,11 +14,12 @@ from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, require, resident_clusters
 from mgpu_ops.matmul import xla
-from mgpu_ops.matmul.problem import Problem as MatmulProblem
 from mgpu_ops.matmul.quantized.problem import (
     PANEL,
     Config,
     Problem,
+    Product,
+    as_matmul,
     bytes_moved,
     check,
     cluster_size,
@@ -31,7 +32,7 @@ from mgpu_ops.matmul.quantized.problem import (
 )
 
 
-def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+def space(problem: Product, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """The values of each Config field, in order. `check` tells which combinations run."""
     del problem, gpu
     return {
@@ -79,7 +80,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     return cost_of_tiles(problem, config, clusters_of_tiles(problem, config), bytes_moved(problem), gpu)
 
 
-def cost_of_tiles(p: Problem, c: Config, tiles: float, moved: int, gpu: Gpu) -> float:
+def cost_of_tiles(p: Product, c: Config, tiles: float, moved: int, gpu: Gpu) -> float:
     """`cost` of so many output tiles, or clusters of them, that move so many bytes of HBM."""
     waves = math.ceil(tiles / resident_clusters(cluster_size(c), gpu))
     weights, x = c.tile_n * c.tile_k, c.tile_m * c.tile_k * itemsize_of(p.dtype)
@@ -98,7 +99,7 @@ def cost_of_tiles(p: Problem, c: Config, tiles: float, moved: int, gpu: Gpu) -> 
     return rates.LAUNCH + rates.LOAD_LATENCY + max(gemm.together(_NORM, blocks, memory / rates.HBM), 1.001 * memory)
 
 
-def _instructions(p: Problem, c: Config) -> float:
+def _instructions(p: Product, c: Config) -> float:
     """Instructions of a step, by a warp, of all consumers."""
     units = c.tile_n * c.tile_k / (ROWS * PANEL)
     scaled = _SCALED * c.tile_m * PANEL / p.group_size if p.group_size else 0.0
@@ -111,7 +112,7 @@ def baseline_cost(problem: Problem, gpu: Gpu) -> float:
     """Modelled time in seconds of XLA: it writes the weights in 16 bits, and multiplies them."""
     p = problem
     widened = _WIDENING * (weights_bytes(p, p.n * p.k) + 2 * p.n * p.k) / (rates.HBM * gpu.memory_bytes_per_s)
-    return widened + xla.cost(MatmulProblem(p.m, p.n, p.k, p.dtype, p.out_dtype, "nt"), gpu)
+    return widened + xla.cost(as_matmul(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -125,8 +126,14 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
 
 
-def is_short_of_registers(p: Problem, c: Config) -> bool:
-    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps, most of many rows."""
+def is_short_of_registers(p: Product, c: Config) -> bool:
+    """Whether ptxas spills, or lets a wgmma wait for the one before it, by what was compiled: long steps, most of many rows.
+
+    With a residual also wide tiles of several warpgroups that add up sums.
+    """
+    adds_up = c.wg_dimension == "k" or c.cluster == "k"
+    if p.residual and p.group_size and adds_up and c.tile_n > 128 and c.compute_warpgroups > 2:
+        return True
     if c.exchange != "x":
         return False
     if c.tile_m < 48:  # four warpgroups' threads, with all of a long step each
@@ -175,10 +182,11 @@ def default(problem: Problem, gpu: Gpu) -> Config:
     return first_of(candidates(problem, gpu), problem, gpu)
 
 
-def distance(x: Problem, y: Problem) -> float | None:
+def distance(x: Product, y: Product) -> float | None:
     """How far problem `y` is from `x`, for which a config was tuned; None where the config does not carry over.
 
-    The sum of |log2| of the ratios of m, n and k, and a small step for another group, zero points, or dtype of as many bits.
+    The sum of |log2| of the ratios of m, n and k, and a small step for another group, zero points, bias, residual, or dtype of
+    as many bits.
     """
     sides = ((x.m, y.m), (x.n, y.n), (x.k, y.k))
     if x.w_dtype != y.w_dtype or itemsize_of(x.out_dtype) != itemsize_of(y.out_dtype) or 0 in itertools.chain(*sides):
@@ -186,4 +194,5 @@ def distance(x: Problem, y: Problem) -> float | None:
     near = sum(abs(math.log2(u / v)) for u, v in sides)
     near += 0.05 * (x.dtype != y.dtype) + 0.05 * (x.scale_dtype != y.scale_dtype) + 0.1 * (x.zero_points != y.zero_points)
     near += 0.2 * (x.group_size != y.group_size) + 0.5 * (x.layout != y.layout)
+    near += 0.05 * (x.bias != y.bias) + 0.1 * (x.residual != y.residual)
     return near if near <= 4.0 else None

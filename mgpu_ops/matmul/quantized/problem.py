@@ -14,24 +14,15 @@ from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_fields, itemsize_of, supports_dtypes, supports_rows, supports_sizes
 from mgpu_ops.matmul import checks
+from mgpu_ops.matmul.problem import Problem as MatmulProblem
 from mgpu_ops.models import MODELS
 
 # --- What is computed, and how fast -------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Problem:
-    """out[m, n] = sum_k x[m, k] (w[n, k] - zero_points[k / group_size, n]) scales[k / group_size, n].
-
-    m, n, k: rows of x (tokens), columns of the result, and what is summed over.
-    w_dtype: of the weights, "int8" or "int4", two of which lie in a byte.
-    group_size: neighbours along k that share a scale: 32, 64 or 128 in the kernel; 0 where all of k does, and scales are [n].
-    zero_points: whether zero points of the scales' shape are subtracted from the weights.
-    dtype: of x, "bfloat16" or "float16" in the kernel.
-    out_dtype: of the result, dtype or "float32".
-    layout: how weights are stored, "nt" as [n, k], "nn" as [k, n].
-    scale_dtype: of scales and zero points, "float32", "bfloat16" or "float16".
-    """
+class Product:
+    """x times quantized weights: of one matrix (`Problem`), or of one for each group of rows (`quantized_grouped`)."""
 
     m: int
     n: int
@@ -46,6 +37,51 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    @property
+    def bias(self) -> bool:
+        """Whether a bias is added."""
+        return False
+
+    @property
+    def residual(self) -> bool:
+        """Whether a residual is added."""
+        return False
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Problem(Product):
+    """out[m, n] = sum_k x[m, k] (w[n, k] - zero_points[g, n]) scales[g, n] + bias[n] + residual[m, n] with g = k / group_size.
+
+    m, n, k: rows of x (tokens), columns of the result, and what is summed over.
+    w_dtype: of the weights, "int8" or "int4", two of which lie in a byte.
+    group_size: neighbours along k that share a scale: 32, 64 or 128 in the kernel; 0 where all of k does, and scales are [n].
+    zero_points: whether zero points of the scales' shape are subtracted from the weights.
+    dtype: of x, "bfloat16" or "float16" in the kernel.
+    out_dtype: of the result, dtype or "float32".
+    layout: how weights are stored, "nt" as [n, k], "nn" as [k, n].
+    scale_dtype: of scales and zero points, "float32", "bfloat16" or "float16".
+    bias, residual: whether there are any; the residual has out_dtype.
+    """
+
+    bias: bool = False
+    residual: bool = False
+
+
+def names(p: Product) -> tuple[str, ...]:
+    """The names of a product's arrays, in their order."""
+    more = ("zero_points", "bias", "residual")
+    return ("x", "w", "scales", *(name for name in more if getattr(p, name)))
+
+
+def plain(problem: Problem) -> Problem:
+    """The same product without bias and residual."""
+    return dataclasses.replace(problem, bias=False, residual=False)
+
+
+def as_matmul(p: Product) -> MatmulProblem:
+    """The product of floats that XLA has in place of it, with its epilogue."""
+    return MatmulProblem(p.m, p.n, p.k, p.dtype, p.out_dtype, "nt", bias=p.bias, residual=p.residual)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -125,7 +161,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
     return None
 
 
-def supports_operands(p: Problem, gpu: Gpu, transpose: str = "transpose_w") -> str | None:
+def supports_operands(p: Product, gpu: Gpu, transpose: str = "transpose_w") -> str | None:
     """Why no config can multiply operands of these dtypes and sides, stored so, or None. transpose: the call's argument."""
     if reason := supports_dtypes(p.dtype, p.out_dtype, gpu):
         return reason
@@ -170,7 +206,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return supports(problem, gpu) or check_config(problem, config, gpu)
 
 
-def check_config(p: Problem, c: Config, gpu: Gpu) -> str | None:
+def check_config(p: Product, c: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run a problem that `supports` allows, or None."""
     return (
         _check_choices(c)
@@ -197,7 +233,7 @@ def _check_choices(c: Config) -> str | None:
     return None
 
 
-def _check_tile(p: Problem, c: Config) -> str | None:
+def _check_tile(p: Product, c: Config) -> str | None:
     """wgmma multiplies the tile, and consumer warpgroups can share it."""
     if c.tile_m % 8 or not 8 <= c.tile_m <= 256:
         return f"tile_m={c.tile_m} must be a multiple of 8 from 8 to 256 (wgmma's N)"
@@ -222,7 +258,7 @@ def _check_tile(p: Problem, c: Config) -> str | None:
     return None
 
 
-def _check_cluster(p: Problem, c: Config) -> str | None:
+def _check_cluster(p: Product, c: Config) -> str | None:
     """The blocks of a cluster have tiles, or parts of k, and can share loads."""
     columns, steps = math.ceil(p.n / c.tile_n), math.ceil(p.k / c.tile_k)
     if c.cluster == "n" and columns % 2:
@@ -240,7 +276,7 @@ def _check_cluster(p: Problem, c: Config) -> str | None:
     return None
 
 
-def _check_groups(p: Problem, c: Config) -> str | None:
+def _check_groups(p: Product, c: Config) -> str | None:
     """TMA copies the scales of a step: as one row, which it does not clip, or as several."""
     if p.group_size == c.tile_k and p.n % c.tile_n:
         return f"tile_n={c.tile_n} must divide n={p.n}, or tile_k={c.tile_k} be more than group_size={p.group_size}"
@@ -249,7 +285,7 @@ def _check_groups(p: Problem, c: Config) -> str | None:
     return None
 
 
-def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
+def _check_registers(p: Product, c: Config, gpu: Gpu) -> str | None:
     """Sums, products and weights fit into a consumer thread's registers."""
     accumulator = c.tile_m * ROWS // limits.WARPGROUP
     rows = warpgroup_rows(c) // ROWS
@@ -274,17 +310,17 @@ def _check_registers(p: Problem, c: Config, gpu: Gpu) -> str | None:
 # --- What a config takes --------------------------------------------------------------------------------------------
 
 
-def bits_of(p: Problem) -> int:
+def bits_of(p: Product) -> int:
     """Bits of a weight."""
     return 4 if p.w_dtype == "int4" else 8
 
 
-def stored_panel(p: Problem) -> int:
+def stored_panel(p: Product) -> int:
     """Weights along k in a row in shared memory: where k allows 128 bytes, so that copies read whole lines of global memory."""
     return 2 * PANEL if p.w_dtype == "int4" and p.k % (2 * PANEL) == 0 else PANEL
 
 
-def x_panel(p: Problem) -> int:
+def x_panel(p: Product) -> int:
     """Elements of x in a row of a swizzle: what a wgmma takes of k, not more than a group."""
     return 32 if p.group_size == 32 else 64
 
@@ -305,9 +341,10 @@ def epilogue_rows(c: Config) -> int:
     return next(rows for rows in range(min(c.tile_m, ROWS), 0, -8) if c.tile_m % rows == 0)
 
 
-def epilogue_buffers(c: Config) -> int:
-    """Buffers of the epilogue of a warpgroup that stores."""
-    return min(2, c.tile_m // epilogue_rows(c))
+def epilogue_buffers(p: Product, c: Config) -> int:
+    """Buffers of the epilogue of a warpgroup that stores: up to two; with a residual, which is loaded into them, all."""
+    tiles = c.tile_m // epilogue_rows(c)
+    return warpgroup_rows(c) // ROWS * tiles if p.residual else min(2, tiles)
 
 
 def cluster_size(c: Config) -> int:
@@ -315,13 +352,13 @@ def cluster_size(c: Config) -> int:
     return {"none": 1, "k": c.split_k}.get(c.cluster, 2)
 
 
-def clusters_of_tiles(p: Problem, c: Config) -> int:
+def clusters_of_tiles(p: Product, c: Config) -> int:
     """How many output tiles, or pairs of them in clusters along n, there are."""
     columns = math.ceil(p.n / c.tile_n)
     return math.ceil(p.m / c.tile_m) * (columns // 2 if c.cluster == "n" else columns)
 
 
-def k_steps(p: Problem, c: Config) -> int:
+def k_steps(p: Product, c: Config) -> int:
     """Pipeline steps of one output tile, or of a block's part of it. The last part's surplus steps read zeros."""
     return math.ceil(math.ceil(p.k / c.tile_k) / c.split_k)
 
@@ -346,12 +383,12 @@ def readers(c: Config) -> int:
     return 1 if c.wg_dimension == "steps" else c.compute_warpgroups
 
 
-def weights_bytes(p: Problem, count: int) -> int:
+def weights_bytes(p: Product, count: int) -> int:
     """Bytes of so many weights."""
     return count * bits_of(p) // 8
 
 
-def smem_bytes(p: Problem, c: Config) -> int:
+def smem_bytes(p: Product, c: Config) -> int:
     """Bytes of shared memory that a block takes."""
     stages, tile, storing, others = c.max_concurrent_steps, c.tile_m * ROWS, storing_warpgroups(c), c.compute_warpgroups - 1
     buffers: list[limits.Buffer] = []
@@ -359,7 +396,8 @@ def smem_bytes(p: Problem, c: Config) -> int:
     if c.cluster == "k":
         buffers.append((((c.split_k - 1) * storing, tile), 4))
         barriers += storing + 1
-    buffers.append(((storing, epilogue_buffers(c), epilogue_rows(c), ROWS), itemsize_of(p.out_dtype)))
+    buffers.append(((storing, epilogue_buffers(p, c), epilogue_rows(c), ROWS), itemsize_of(p.out_dtype)))
+    barriers += storing * p.residual
     if c.wg_dimension != "n":
         buffers.append(((others, warpgroup_rows(c) // ROWS, tile), 4))
         barriers += 2
@@ -373,7 +411,7 @@ def smem_bytes(p: Problem, c: Config) -> int:
 # --- What a problem takes and gives --------------------------------------------------------------------------------
 
 
-def groups(p: Problem) -> int:
+def groups(p: Product) -> int:
     """Groups along k that have scales of their own."""
     return p.k // p.group_size if p.group_size else 1
 
@@ -387,11 +425,12 @@ def bytes_moved(problem: Problem) -> int:
     """Each input read once and the output written once; weights packed."""
     p = problem
     scales = groups(p) * p.n * itemsize_of(p.scale_dtype) * (1 + p.zero_points)
-    return p.m * p.k * itemsize_of(p.dtype) + weights_bytes(p, p.n * p.k) + scales + p.m * p.n * itemsize_of(p.out_dtype)
+    outputs = (1 + p.residual) * p.m * p.n * itemsize_of(p.out_dtype) + p.bias * p.n * itemsize_of(p.dtype)
+    return p.m * p.k * itemsize_of(p.dtype) + weights_bytes(p, p.n * p.k) + scales + outputs
 
 
-def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """x, weights, scales, and zero points where the problem has them: random, with results about as large as x."""
+def inputs(problem: Product, key: Any) -> tuple[jax.Array, ...]:
+    """The arrays of `names`: random, with results about as large as x. A bias has x's dtype."""
     p = problem
     largest = 8 if p.w_dtype == "int4" else 128
     keys = jax.random.split(key, 4)
@@ -401,10 +440,13 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     size = largest * math.sqrt((p.k or 1) / 3)  # of a sum of k weights
     scales = (2.0 ** jax.random.uniform(keys[2], shape, "float32", -1.0, 1.0) / size).astype(p.scale_dtype)
     zero_points = [jax.random.randint(keys[3], shape, -largest, largest, "int8").astype(p.scale_dtype)] * p.zero_points
-    return x, w.astype(p.w_dtype), scales, *zero_points
+    added = [((p.n,), p.dtype)] * p.bias + [((p.m, p.n), p.out_dtype)] * p.residual
+    keys = jax.random.split(jax.random.fold_in(key, 1), 2)
+    extra = (jax.random.normal(k, *x) for k, x in zip(keys, added, strict=False))
+    return x, w.astype(p.w_dtype), scales, *zero_points, *extra
 
 
-def tolerance(problem: Problem) -> float:
+def tolerance(problem: Product) -> float:
     """Largest allowed error, max |out - ref| / (|ref| + rms): two roundings of the output, one of the reference's weights."""
     rounding = {"bfloat16": 8e-3, "float16": 1e-3}.get(problem.out_dtype, 1e-4)
     weights = {"bfloat16": 6e-3, "float16": 8e-4}.get(problem.dtype, 0.0) if problem.group_size else 0.0

@@ -18,6 +18,7 @@ from mgpu_ops import QuantizedMatmulConfig, quantized_matmul, spec_of
 from mgpu_ops import QuantizedMatmulProblem as P
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.matmul.quantized import smem_bytes
+from mgpu_ops.registry.capture import capture
 from tests import thorough
 from tests.arrays import normal
 from tests.mgpu_ops.interpreter import FEW_SMS, quiet_interpreter
@@ -50,14 +51,16 @@ def wide(a: jax.Array) -> np.ndarray:
     return np.asarray(a.astype(jnp.int8 if a.dtype == jnp.int4 else F32)).astype(np.float64)
 
 
-def truth(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> np.ndarray:
+def truth(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *others: jax.Array) -> np.ndarray:
     """The result in float64, group by group as its formula says."""
     values, size = wide(w) if problem.layout == "nt" else wide(w).T, problem.group_size or problem.k
-    total = np.zeros((problem.m, problem.n))
+    count = len(others) - problem.bias - problem.residual
+    zero_points, added = others[:count], others[count:]
+    total = sum((wide(a) for a in added), np.zeros((problem.m, problem.n)))
     for group in range(problem.k // size):
         at = slice(group * size, (group + 1) * size)
         scale, *zero = (wide(a if a.ndim == 1 else a[group]) for a in (scales, *zero_points))
-        total += wide(x)[:, at] @ (values[:, at].T - (zero[0] if zero else 0.0)) * scale
+        total = total + wide(x)[:, at] @ (values[:, at].T - (zero[0] if zero else 0.0)) * scale
     return total
 
 
@@ -113,9 +116,49 @@ CASES = {
         P(5, 128, 768, "int4", 64),
         replace(SHARED_K, tile_m=8, cluster="k", split_k=2, exchange="x"),
     ),
+    "bias, tails of all sides": (P(13, 200, 272, bias=True), BASE),
+    "bias and residual, one row, several tiles a block": (P(1, 328, 272, bias=True, residual=True), BASE),
+    "residual, several tiles along both sides a block": (P(20, 328, 272, residual=True), replace(BASE, tile_m=8)),
+    "residual, int4, groups of 128 with zero points, float16": (
+        P(5, 136, 384, "int4", 128, True, "float16", "float16", bias=True, residual=True),
+        replace(BASE4, tile_m=8),
+    ),
+    "residual, k split in a cluster, several tiles a block": (
+        P(13, 200, 1152, bias=True, residual=True),
+        replace(BASE, cluster="k", split_k=2),
+    ),
+    "residual, warpgroups share k, x in order": (P(13, 392, 640, residual=True), replace(SHARED_K, exchange="x")),
+    "residual, steps in turn, k split in a cluster": (
+        P(5, 200, 1792, bias=True, residual=True),
+        replace(X, tile_m=8, compute_warpgroups=2, wg_dimension="steps", cluster="k", split_k=2),
+    ),
+    "residual, rows of several wgmma, several epilogue tiles": (
+        P(200, 456, 256, bias=True, residual=True),
+        replace(BASE, tile_m=128, tile_n=128),
+    ),
+    "residual, rows of several wgmma, warpgroups share n, k split in a cluster": (
+        P(8, 456, 512, residual=True),
+        replace(BASE, tile_n=256, compute_warpgroups=2, cluster="k", split_k=2),
+    ),
+    "residual in float32, x shared in a cluster": (
+        P(32, 256, 384, "int4", 64, out_dtype="float32", bias=True, residual=True),
+        replace(X4, cluster="n"),
+    ),
+    "residual in float32, fewer rows than a tile": (
+        P(5, 128, 256, out_dtype="float32", residual=True),
+        replace(BASE, tile_m=8),
+    ),
 }
 ONE_OF_A_BLOCK = [name for name in CASES if "k split in a cluster and in its blocks" in name]
-IN_ALL = [name for name in CASES if name != "k split in a cluster and in its blocks"]
+ALWAYS = {
+    "k split in a cluster and in its blocks",
+    "bias and residual, one row, several tiles a block",
+    "residual, int4, groups of 128 with zero points, float16",
+    "residual, steps in turn, k split in a cluster",
+    "residual, rows of several wgmma, several epilogue tiles",
+    "residual, rows of several wgmma, warpgroups share n, k split in a cluster",
+}
+IN_ALL = [name for name in CASES if name not in ALWAYS]
 
 
 @pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
@@ -294,6 +337,91 @@ def test_gradients_through_shard_map_over_rows():
     assert (dx == wanted_dx).all()
 
 
+# --- what is added to the product
+
+
+def added(*lead: int, n: int = 24, dtype: Any = BF16) -> tuple[jax.Array, jax.Array]:
+    return normal(4, n, dtype=F32), normal(5, *lead, n, dtype=dtype)
+
+
+def test_bias_and_residual_are_added_before_the_one_rounding(assert_near):
+    x, w, scales, zero_points = layer()
+    bias, residual = added(2, 5)
+    out = quantized_matmul(x, w, scales, zero_points, bias=bias, residual=residual, transpose_w=True)
+    problem = P(10, 24, 64, group_size=32, zero_points=True, bias=True, residual=True)
+    flat = (x.reshape(10, 64), w, scales, zero_points, bias, residual.reshape(10, 24))
+    assert out.dtype == BF16
+    assert_near(out, truth(problem, *flat).reshape(2, 5, 24), 4e-3)
+
+
+@pytest.mark.parametrize("shape", [(), (24,), (5, 1), (1, 1, 24), (2, 1, 24)])
+def test_a_residual_broadcasts_to_the_result_and_its_gradient_is_summed(shape, assert_near):
+    x, w, scales, _ = layer(F32)
+    residual, g = normal(6, *shape, dtype=F32), normal(3, 2, 5, 24, dtype=F32)
+    f = functools.partial(quantized_matmul, x, w, scales, transpose_w=True)
+    out, back = jax.vjp(lambda r: f(residual=r), residual)
+    assert_near(out, wide(f()) + wide(residual), 1e-6)
+    assert_near(back(g)[0], jax.vjp(lambda r: jnp.broadcast_to(r, g.shape), residual)[1](g)[0], 1e-6)
+
+
+def test_gradients_of_bias_and_residual_are_those_of_a_sum(assert_near):
+    x, w, scales, zero_points = layer()
+    bias, residual = added(2, 5)
+    g = normal(3, 2, 5, 24, dtype=BF16)
+    f = lambda x, b, r: quantized_matmul(x, w, scales, zero_points, bias=b, residual=r, transpose_w=True)  # noqa: E731
+    dx, dbias, dresidual = jax.vjp(f, x, bias.astype(BF16), residual)[1](g)
+    (wanted,) = jax.vjp(lambda x: quantized_matmul(x, w, scales, zero_points, transpose_w=True), x)[1](g)
+    assert (dx == wanted).all()
+    assert (dresidual == g).all()
+    assert dbias.dtype == BF16
+    assert_near(dbias, wide(g).sum((0, 1)), 4e-3)
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "launches"),
+    [((0, None, 0), 1), ((0, None, None), 1), ((None, None, 0), 1), ((0, 0, 0), 2), ((None, 0, None), 2)],
+)
+def test_vmap_of_rows_is_one_product_and_of_a_bias_one_for_each(in_axes, launches):
+    x, w, scales, _ = layer()
+    own = (x[0], *added(5))
+    arrays = [a if axis is None else jnp.stack([a, a[::-1]]) for a, axis in zip(own, in_axes)]
+    f = lambda x, b, r: quantized_matmul(x, w, scales, bias=b, residual=r, transpose_w=True)  # noqa: E731
+    assert {use.problem.m for use in capture(jax.vmap(f, in_axes), H200)(*arrays).uses} == {10 // launches}
+    out = jax.vmap(f, in_axes)(*arrays)
+    for i in range(2):
+        assert (out[i] == f(*(a if axis is None else a[i] for a, axis in zip(arrays, in_axes)))).all()
+
+
+@needs_compiler
+def test_the_residual_is_loaded_before_the_weights_are_multiplied():
+    problem = replace(OP.shapes["llama3-8b-down-1-w8"], residual=True)
+    arrays = jax.eval_shape(functools.partial(OP.inputs, problem), jax.random.key(0))
+    ptx = aot.compile_for(H200, functools.partial(OP.run, problem, OP.default(problem, H200), H200), *arrays).ptx
+    plain = replace(problem, residual=False)
+    before = aot.compile_for(H200, functools.partial(OP.run, plain, OP.default(problem, H200), H200), *arrays[:-1]).ptx
+    loads = [found.start() for found in re.finditer(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)]
+    assert len(loads) == len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", before)) + 1
+    assert any(at < ptx.index("wgmma.mma_async") for at in loads)
+
+
+def test_a_config_that_was_tuned_without_a_residual_serves_a_call_with_one():
+    tuned = P(16, 4096, 14336)
+    for added in ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}):
+        assert 0 < (OP.distance(replace(tuned, **added), tuned) or 0.0) < 0.2
+        assert OP.plain(replace(tuned, **added)) == tuned
+    told = mgpu_ops.explain("quantized_matmul", {"m": 16, "n": 4096, "k": 14336, "residual": True}, gpu="h200")
+    assert "runs      the kernel" in told
+    assert "near" in told
+
+
+def test_a_residual_takes_a_buffer_for_each_epilogue_tile_and_a_barrier():
+    config = replace(BASE, tile_m=128, tile_n=128)  # two blocks of 64 rows, each with two epilogue tiles
+    plain = P(200, 256, 256)
+    more = smem_bytes(replace(plain, residual=True), config) - smem_bytes(plain, config)
+    assert more == 2 * 64 * 64 * 2 + 8
+    assert smem_bytes(replace(plain, bias=True), config) == smem_bytes(plain, config)
+
+
 X, W, S = jnp.ones((4, 64), BF16), jnp.ones((64, 24), jnp.int8), jnp.ones((2, 24), F32)
 
 
@@ -315,6 +443,10 @@ X, W, S = jnp.ones((4, 64), BF16), jnp.ones((64, 24), jnp.int8), jnp.ones((2, 24
         ((X, W, S), {"config": BASE, "backend": "interpret"}, ValueError, "store them once as"),
         ((X, W, S), {"config": {"tile_m": 16}}, TypeError, "pass a mgpu_ops.QuantizedMatmulConfig"),
         ((X, W, S), {"out_dtype": "int8"}, TypeError, "out_dtype int8 is not a float"),
+        ((X, W, S), {"bias": S}, ValueError, r"bias has shape \(2, 24\): it must be \[n\] = \(24,\)"),
+        ((X, W, S), {"bias": jnp.ones(24, int)}, TypeError, "bias has dtype int32: quantized_matmul takes floats"),
+        ((X, W, S), {"residual": S}, ValueError, "residual is float32 and the result bfloat16: cast it, or pass its dtype as"),
+        ((X, W, S), {"residual": X}, ValueError, r"residual has shape \(4, 64\): it must broadcast to the result's, \(4, 24\)"),
     ],
 )
 def test_what_no_call_can_be_is_told(arrays, options, error, text):

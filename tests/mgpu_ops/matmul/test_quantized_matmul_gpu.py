@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -21,20 +22,25 @@ OP = spec_of("quantized_matmul")
 ROUNDING = {"bfloat16": 4e-3, "float16": 5e-4, "float32": 1e-5}  # one of the output, or float32 sums
 
 
-def exact(problem: P, x: jax.Array, w: jax.Array, scales: jax.Array, *zero_points: jax.Array) -> np.ndarray:
+def exact(problem: P, x: jax.Array, w: jax.Array, *others: jax.Array) -> np.ndarray:
     """In float64."""
-    x, w, *others = (
-        np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in (x, w.astype(jnp.int8), scales, *zero_points)
-    )
-    size = problem.group_size
-    scale, *zero = (np.repeat(a, size, 0).T if size else a[:, None] for a in others)
-    return x @ ((w - (zero[0] if zero else 0.0)) * scale).T
+    x, w, *wide = (np.asarray(a.astype(jnp.float32)).astype(np.float64) for a in (x, w.astype(jnp.int8), *others))
+    size, count = problem.group_size, 1 + problem.zero_points
+    scale, *zero = (np.repeat(a, size, 0).T if size else a[:, None] for a in wide[:count])
+    return sum(wide[count:], x @ ((w - (zero[0] if zero else 0.0)) * scale).T)
 
 
 def draw(
-    seed: int, most_rows: int = 200, w_dtypes: tuple[str, ...] = ("int8", "int4"), odd: bool = False, **fields: Any
+    seed: int,
+    most_rows: int = 200,
+    w_dtypes: tuple[str, ...] = ("int8", "int4"),
+    odd: bool = False,
+    added: dict[str, bool] | None = None,
+    **fields: Any,
 ) -> tuple[Any, Any]:
-    """A problem of any kind and a legal config for it, with these fields. odd: k is an odd multiple of 128."""
+    """A problem of any kind and a legal config for it, with these fields. odd: k is an odd multiple of 128. added: to the
+    product.
+    """
     rng = random.Random(seed)
     group_size, w_dtype = rng.choice([0, 32, 64, 128]), rng.choice(w_dtypes)
     k = 128 * rng.randint(1, 24) if group_size or w_dtype == "int4" else 16 * rng.randint(1, 200)
@@ -47,10 +53,12 @@ def draw(
         else (rng.randint(1, most_rows), 8 * rng.randint(1, 130))
     )
     problem = P(m, n, k, w_dtype, group_size, rng.random() < 0.5, dtype, out, "nt", rng.choice(["bfloat16", "float32"]))
+    problem = replace(problem, **(added or {}))
     device = gpu.current()
     space = OP.space(problem, device) | {field: (value,) for field, value in fields.items()}
     drawn = (QuantizedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
-    return problem, next(c for c in drawn if OP.check(problem, c, device) is None)
+    found = next((c for c in drawn if OP.check(problem, c, device) is None), None)
+    return (problem, found) if found else draw(seed + 1000, most_rows, w_dtypes, odd, added, **fields)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -71,6 +79,21 @@ def test_any_legal_config_is_right_with_int4_whose_k_is_no_multiple_of_256(seed,
 @pytest.mark.parametrize("seed", range(300, 312))
 def test_any_legal_config_is_right_whose_warpgroups_take_steps_in_turn(seed, assert_near):
     assert_right(*draw(seed, wg_dimension="steps"), seed, assert_near)
+
+
+@pytest.mark.parametrize("wg_dimension", ["n", "k", "steps"])
+@pytest.mark.parametrize("cluster", ["none", "n", "k"])
+@pytest.mark.parametrize("added", [{"residual": True}, {"bias": True, "residual": True}], ids=["residual", "both"])
+def test_any_legal_config_adds_bias_and_residual_right(added, cluster, wg_dimension, assert_near):
+    for seed in range(400, 404):
+        assert_right(*draw(seed, added=added, cluster=cluster, wg_dimension=wg_dimension), seed, assert_near)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+@pytest.mark.parametrize("name", ["out", "down"])
+def test_the_default_adds_the_residual_of_decoding_right(name, m, assert_near):
+    problem = replace(OP.shapes[f"llama3-8b-{name}-{m}-w8"], residual=True)
+    assert_right(problem, OP.default(problem, gpu.current()), m, assert_near)
 
 
 @pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int8", 128), ("int4", 0), ("int4", 128)])

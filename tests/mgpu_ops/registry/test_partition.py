@@ -491,6 +491,18 @@ OPS: dict[str, tuple[Callable[..., Any], list[Any], list[P], set[str]]] = {
         [P("data", "model"), P("model"), P()],
         {"all-reduce"},
     ),
+    "quantized_matmul, k, with bias and residual": (
+        with_gradients(lambda x, w, s, b, r: mgpu_ops.quantized_matmul(x, w, s, bias=b, residual=r), 0, 3, 4),
+        [A, W8, normal(8, 48), normal(9, 48), G],
+        [P("data", "model"), P("model"), P(), P(), P("data")],
+        {"all-reduce"},
+    ),
+    "quantized_matmul, columns, with bias and residual": (
+        with_gradients(lambda x, w, s, b, r: mgpu_ops.quantized_matmul(x, w, s, bias=b, residual=r), 0, 3, 4),
+        [A, W8, normal(8, 48), normal(9, 48), G],
+        [P("data"), P(None, "model"), P("model"), P("model"), P("data", "model")],
+        {"all-reduce"},
+    ),
     "fp8_matmul": (
         lambda x, w: mgpu_ops.fp8_matmul(x, w),
         [normal(0, 64, 32, dtype=jnp.bfloat16), normal(1, 32, 48, dtype=jnp.bfloat16)],
