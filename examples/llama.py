@@ -126,8 +126,8 @@ class Backend:
 
     embedding: Callable[[jax.Array, jax.Array], jax.Array]
     product: Callable[..., jax.Array]
-    gated: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-    mlp: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    gated: Callable[[jax.Array, Any, Any], jax.Array]
+    mlp: Callable[[jax.Array, Any, Any, Any, jax.Array], jax.Array]
     attention: Callable[[Model, Params, jax.Array, int, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
     norm: Callable[..., Any]
@@ -197,8 +197,8 @@ def _delayed_gated(x: jax.Array, gate: _WithState, up: _WithState) -> jax.Array:
 
 
 def _delayed_mlp(x: jax.Array, gate: _WithState, up: _WithState, down: _WithState, residual: jax.Array) -> jax.Array:
-    weights, states = zip(gate, up, down, strict=True)
-    return mgpu_ops.fp8_gated_mlp(x, *weights, residual=residual, state=mgpu_ops.Fp8GatedState(*states))
+    state = mgpu_ops.Fp8GatedState(gate[1], up[1], down[1])
+    return mgpu_ops.fp8_gated_mlp(x, gate[0], up[0], down[0], residual=residual, state=state)
 
 
 def _rotary_attention(model: Model, layer: Params, qkv: jax.Array, batch: int, positions: jax.Array) -> jax.Array:

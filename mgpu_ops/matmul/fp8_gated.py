@@ -158,9 +158,10 @@ def _forward(call: _Call, state: Fp8GatedState | None, x: jax.Array, *arrays: ja
     out = of_quantized(call, hidden8, weights8[2][1], call.x_dtype, **({"residual": residual[0]} if residual else {}))
     seen = None
     if state is not None:
-        inputs = (of_x, x), (of_x, x), (*of_hidden, gate)
+        inputs = ((of_x, x), (of_x, x), (of_hidden[0], gate))
         kernels = [(largest, w) for (_, _, largest), w in zip(weights8, weights, strict=True)]
-        seen = [[of_mesh(*one, of) for one in pair] for *pair, of in zip(inputs, kernels, state, strict=True)]
+        pairs = zip(inputs, kernels, state, strict=True)
+        seen = [(of_mesh(*of_input, of), of_mesh(*of_kernel, of)) for of_input, of_kernel, of in pairs]
     return out, (gate, up, x8_t, hidden8_t, [w8 for w8, _, _ in weights8], state, seen)
 
 
@@ -194,13 +195,8 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     dx = of_quantized(call, up8, w_up8, call.x_dtype, residual=of_one)
     new = None
     if state is not None:
-        gradients = (*of_gated, of_g)
-        new = Fp8GatedState(
-            *(
-                next_state(of, (*pair, of_mesh(largest, g, of)))
-                for of, pair, largest in zip(state, seen, gradients, strict=True)
-            )
-        )
+        products = zip(state, seen, (*of_gated, of_g), strict=True)
+        new = Fp8GatedState(*(next_state(of, (*pair, of_mesh(largest, g, of))) for of, pair, largest in products))
     return (new, dx, *weights, *[g] * call.residual)
 
 
