@@ -32,10 +32,15 @@ def steps_of_programs(
 def training_steps(results: Path, gpu: str = "h200", models: str = "llama", of: str = "") -> Iterator[Strip]:
     """Training in 16 and in 8 bits beside XLA's in 16. of: what the lines' titles add."""
     steps, _ = steps_of_programs(results, gpu, models)
-    for bits, wanted, beside in ((16, "llama-step", "XLA and cuDNN"), (8, "llama-fp8-step", "XLA and cuDNN in 16 bits")):
+    for bits, wanted, beside in (
+        ("16 bits", "llama-step", "XLA and cuDNN"),
+        ("8 bits", "llama-fp8-step", "XLA and cuDNN in 16 bits"),
+        ("8 bits, delayed scaling", "llama-fp8-delayed-step", "XLA and cuDNN in 16 bits"),
+    ):
         found = ((problem, by) for (op, problem), by in steps.items() if op == wanted)
         ratios = sorted((float(by["xla"]["median_us"]) / float(by["mgpu_ops"]["median_us"]), problem) for problem, by in found)
-        yield Strip(f"a training step in {bits} bits{of}", beside, ratios)
+        if ratios:
+            yield Strip(f"a training step in {bits}{of}", beside, ratios)
 
 
 def program(results: Path, gpu: str = "h200") -> Iterator[str]:
