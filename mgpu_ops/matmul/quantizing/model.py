@@ -13,9 +13,11 @@ _LAUNCH = 3e-6  # seconds
 _MEMORY = 0.85  # of the memory's rate that is reached
 _TILE = 1e-6  # s that a tile takes at least, from its first load to its last store
 _BLOCKS = 4  # of an SM at once
-# XLA's, on an H200 in a run that was not kept; on an H100 the drawn problems take 0.70 to 0.94 times what the model says. A
-# largest value alone is one pass (results/2026-11-27-h100-quantize-anywhere.csv).
-_XLA_LAUNCH, _XLA_MEMORY, _XLA_READS = 2.6e-6, 0.5, 0.85
+# XLA's, on an H200 in a run that was not kept; on an H100 the drawn problems take 0.70 to 0.94 times what the model says.
+_XLA_LAUNCH, _XLA_MEMORY = 2.6e-6, 0.5
+# A largest value alone is one pass at this share of the memory rate (results/2026-11-27-h100-quantize-largest.jsonl), or takes
+# so many seconds for a number: gates on an H200 (results/2026-11-27-h200-fp8-delayed-kernels.txt, whose clock was 6 % slow).
+_XLA_READS, _XLA_COMPUTES = 0.92, {"gate": 1.3e-12, "gate_gradient": 1.65e-12}
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -37,8 +39,10 @@ def baseline_cost(problem: Problem, gpu: Gpu) -> float | None:
     """
     if problem.scheme != "tensor":
         return None
-    share = _XLA_MEMORY if problem.writes else _XLA_READS
-    return _XLA_LAUNCH + bytes_moved(problem) / (share * gpu.memory_bytes_per_s)
+    if problem.writes:
+        return _XLA_LAUNCH + bytes_moved(problem) / (_XLA_MEMORY * gpu.memory_bytes_per_s)
+    computing = _XLA_COMPUTES.get(problem.of, 0.0) * problem.rows * problem.columns
+    return _XLA_LAUNCH + max(bytes_moved(problem) / (_XLA_READS * gpu.memory_bytes_per_s), computing)
 
 
 _choices = Choices("quantize", SPACE, Config, supports, check, cost)
