@@ -120,8 +120,8 @@ class Backend:
       after a norm: of the model, the layer, that, the batch and positions; [batch, tokens, heads, head_dim].
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
     norm: RMS norm of x [tokens, width] with a weight [width]; with return_x=True that and x, for what goes around it.
-    state: of delayed scaling, at first. Each matrix of a layer then is a pair, with a state of its own, whose gradient is the
-      next step's.
+    amax_history: of delayed scaling, how many steps count. Each matrix of a layer then is a pair, with a state of its own,
+      whose gradient is the next step's. 0: no states.
     """
 
     embedding: Callable[[jax.Array, jax.Array], jax.Array]
@@ -131,7 +131,7 @@ class Backend:
     attention: Callable[[Model, Params, jax.Array, int, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
     norm: Callable[..., Any]
-    state: mgpu_ops.Fp8State | None = None
+    amax_history: int = 0
 
 
 EPSILON = 1e-5  # of norms
@@ -236,9 +236,7 @@ BACKENDS = {
     "mgpu_ops": OURS,
     # XLA makes the largest number of what a norm yields in the norm's own pass.
     "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=_fp8_mlp, norm=_xla_norm),
-    "fp8_delayed": dataclasses.replace(
-        OURS, product=delayed_product, gated=_delayed_gated, mlp=_delayed_mlp, state=mgpu_ops.Fp8State.init(16)
-    ),
+    "fp8_delayed": dataclasses.replace(OURS, product=delayed_product, gated=_delayed_gated, mlp=_delayed_mlp, amax_history=16),
 }
 
 
@@ -332,10 +330,12 @@ def without_states(params: Params) -> Params:
     return _of_layers(params, lambda layer: {name: w[0] if isinstance(w, tuple) else w for name, w in layer.items()})
 
 
-def first_states(params: Params, state: Any) -> list[Params]:
-    """This one for each matrix of each layer; none where the state is None."""
-    matrices = ("qkv", "out", "gate", "up", "down")
-    return [dict.fromkeys(matrices, state) for _ in params["layers"]] if state is not None else []
+def first_states(params: Params, backend: Backend) -> list[Params]:
+    """One that has seen nothing for each matrix of each layer, if the backend has any."""
+    if not backend.amax_history:
+        return []
+    of_layer = dict.fromkeys(("qkv", "out", "gate", "up", "down"), mgpu_ops.Fp8State.init(backend.amax_history))
+    return [of_layer for _ in params["layers"]]
 
 
 def empty_cache(model: Model, batch: int, tokens: int, dtype: Any = jnp.bfloat16) -> Cache:
@@ -523,11 +523,8 @@ def train(model: Model, name: str, steps: int, batch: int = 16, tokens: int = 64
 
     data = np.frombuffer(text(steps * batch * (tokens + 1) // 5).encode(), np.uint8).astype(np.int32)
     params = jax.jit(functools.partial(init, model))(jax.random.key(seed))
-    state, scaling = (
-        (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)),
-        first_states(params, backend.state),
-    )
-    losses = []
+    state = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    scaling, losses = first_states(params, backend), []
     for step, part in enumerate(data[: steps * batch * (tokens + 1)].reshape(steps, batch, tokens + 1), 1):
         params, state, scaling, value = update(params, state, scaling, jnp.asarray(part), jnp.int32(step))
         losses.append(float(value))
@@ -590,7 +587,7 @@ def bench_step(
     """
     weights, devices = _weights(model), 1 if mesh is None else mesh.size
     data = jax.random.randint(jax.random.key(1), (devices, tokens + 1), 0, model.vocabulary)
-    states = {name: first_states(weights, BACKENDS[name].state) for name in backends}
+    states = {name: first_states(weights, BACKENDS[name]) for name in backends}
     results: dict[str, Any] = dict.fromkeys(backends)  # how they are sharded: the loss, and each gradient as its parameter
     if mesh is not None:
         every, each = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))

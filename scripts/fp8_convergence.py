@@ -1,6 +1,6 @@
 """Trains a small language model with products in 16 bits and in 8 bits by each recipe, and draws their losses.
 
-    python scripts/fp8_convergence.py --output results/DATE-cpu-matmul-fp8-convergence    # writes .json and .png
+    python -m scripts.fp8_convergence --output results/DATE-cpu-matmul-fp8-convergence    # writes .json and .png
 
 The model, its text and its optimizer are those of examples/llama.py. Every product of a layer is `mgpu_ops.fp8_matmul`, or
 those of the gated layer are `mgpu_ops.fp8_gated_mlp`; or all are in bfloat16. The head is bfloat16. All see the same text, and
@@ -27,9 +27,10 @@ from examples import llama
 MODEL = llama.Model()
 
 
-def _backend(product: Callable[..., jax.Array], state: mgpu_ops.Fp8State | None = None) -> llama.Backend:
+def _backend(product: Callable[..., jax.Array], amax_history: int = 0) -> llama.Backend:
     """With all products of a layer by this one."""
-    return dataclasses.replace(llama.OURS, product=product, mlp=functools.partial(llama.mlp_of, product), state=state)
+    mlp = functools.partial(llama.mlp_of, product)
+    return dataclasses.replace(llama.OURS, product=product, mlp=mlp, amax_history=amax_history)
 
 
 def _with(**arguments: Any) -> llama.Backend:
@@ -42,7 +43,7 @@ def _with(**arguments: Any) -> llama.Backend:
 RECIPES = {
     "bfloat16": llama.OURS,
     "a scale for each array": _with(),
-    "delayed scaling": _backend(llama.delayed_product, mgpu_ops.Fp8State.init(16)),
+    "delayed scaling": _backend(llama.delayed_product, amax_history=16),
     "rows and columns": _with(scheme="row"),
     "blocks": _with(scheme="block"),
     "weight gradients in 16 bits": _with(high_precision_weight_grad=True),
@@ -75,7 +76,7 @@ def losses(
     data = np.frombuffer(characters.encode(), np.uint8).astype(np.int32).reshape(steps, batch, tokens + 1)
     params = jax.jit(functools.partial(llama.init, model))(jax.random.key(seed))
     adam, found = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)), []
-    states = llama.first_states(params, backend.state)
+    states = llama.first_states(params, backend)
     for step, part in enumerate(data, 1):
         params, adam, states, value = update(params, adam, states, jnp.asarray(part), jnp.int32(step))
         found.append(float(value))

@@ -124,7 +124,7 @@ def test_a_language_model_learns_its_text_in_8_bits(name):
 def test_a_step_with_delayed_scaling_has_the_gradients_of_current_scaling_and_the_next_states():
     params, data = llama.init(LLAMA, jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 17), 0, LLAMA.vocabulary)
     step = {name: jax.jit(functools.partial(llama.gradients, LLAMA, llama.BACKENDS[name])) for name in ("fp8", "fp8_delayed")}
-    states = llama.first_states(params, llama.BACKENDS["fp8_delayed"].state)
+    states = llama.first_states(params, llama.BACKENDS["fp8_delayed"])
     for _ in range(3):
         value, grads = step["fp8_delayed"](llama.with_states(params, states), data)
         states = llama.states_of(grads)

@@ -266,10 +266,8 @@ def of_mesh(largest: jax.Array | None, x: jax.Array, state: Fp8State) -> jax.Arr
 
 def next_state(state: Fp8State, seen: tuple[jax.Array, ...]) -> Fp8State:
     """The state of the next call. seen: the largest values of input, kernel and gradient of the result."""
-    names, dtypes = ("input", "kernel", "output_grad"), (E4M3, E4M3, E5M2)
     found: list[jax.Array] = []
-    for name, dtype, amax in zip(names, dtypes, seen, strict=True):
-        scale, history = (getattr(state, f"{name}_{of}") for of in ("scale", "amax_history"))
+    for amax, dtype, scale, history in zip(seen, (E4M3, E4M3, E5M2), state[::2], state[1::2], strict=True):
         history = jnp.concatenate([amax[None], history[:-1]])
         largest = jnp.max(history)
         found += [jnp.where(largest > 0.0, scale_of(largest, dtype), scale), history]
