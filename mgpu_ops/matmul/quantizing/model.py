@@ -28,7 +28,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     whole = down * c.tile_rows * across * c.tile_columns / (p.rows * p.columns)
     size = c.tile_rows * c.tile_columns / (128 * 128)
     waves = math.ceil(down * across / (gpu.sms * _BLOCKS))
-    held = 1 + 0.02 * abs(math.log2((c.ahead or 32) / 8)) + 0.02 * (c.order == "columns")
+    best = 4 if p.finds and p.of != "gate_gradient" else 8  # results/2026-11-27-h200-quantize-largest.jsonl
+    held = 1 + 0.02 * abs(math.log2((c.ahead or 32) / best)) + 0.02 * (c.order == "columns")
     return _LAUNCH + whole**0.5 * held * bytes_moved(p) / (_MEMORY * gpu.memory_bytes_per_s) + size * _TILE * (1 + 0.01 * waves)
 
 
