@@ -1,6 +1,6 @@
 """Trains a small language model with products in 16 bits and in 8 bits by each recipe, and draws their losses.
 
-    python -m scripts.fp8_convergence --output results/DATE-cpu-matmul-fp8-convergence    # writes .json and .png
+    python scripts/fp8_convergence.py --output results/DATE-cpu-matmul-fp8-convergence    # writes .json and .png
 
 The model, its text and its optimizer are those of examples/llama.py. Every product of a layer is `mgpu_ops.fp8_matmul`, or
 those of the gated layer are `mgpu_ops.fp8_gated_mlp`; or all are in bfloat16. The head is bfloat16. All see the same text, and
@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import mgpu_ops
+
+sys.path.append(str(Path(__file__).parents[1]))
 from examples import llama
 
 MODEL = llama.Model()

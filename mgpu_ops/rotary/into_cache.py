@@ -35,17 +35,19 @@ _BOX = 256  # a TMA copy's largest side
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The arguments of a call other than its arrays. of_rows, of_heads: norms that there are."""
+    """The arguments of a call other than its arrays. paged: with a table of pages. of_rows, of_heads: norms that there are."""
 
     backend: dispatch.Backend | None
+    paged: bool
     of_rows: bool
     of_heads: bool
 
     def apart(self, arrays: Sequence[Any]) -> Arrays:
         """The arrays by name, or what there is of each, such as whether vmap maps it."""
-        end = 6 + 2 * self.of_rows
+        first = 6 + self.paged
+        end = first + 2 * self.of_rows
         last = end + 3 * self.of_heads
-        return Arrays._make((*arrays[:6], arrays[6:end], arrays[end:last], arrays[last:]))
+        return Arrays._make((*arrays[:6], arrays[6:first], arrays[first:end], arrays[end:last], arrays[last:]))
 
 
 def rotary_into_cache(
@@ -56,6 +58,7 @@ def rotary_into_cache(
     v_cache: ArrayLike,
     positions: ArrayLike,
     *,
+    page_table: ArrayLike | None = None,
     rms_rows: ArrayLike | None = None,
     rms_epsilon: float = 1e-6,
     q_norm: ArrayLike | None = None,
@@ -77,6 +80,9 @@ def rotary_into_cache(
       cos, sin: of each sequence's angles, floats [batch, head_dim / 2] or [head_dim / 2].
       k_cache, v_cache: [batch, tokens, kv_heads, head_dim], of qkv's dtype, or both of 8 bits, float8_e4m3fn or int8.
       positions: integers [batch] or a scalar: the row of the cache. One out of range counts as the nearest.
+      page_table: integers [batch, pages of a sequence], as in `flash_attention`: both caches are then pools of pages, [pages,
+        page_size, kv_heads, head_dim], and the row of position p is row p % page_size of page page_table[b, p // page_size].
+        Where that names no page, nothing is written. No two sequences may write to one row.
       rms_rows: rows [batch, width], of any floats. Where given, qkv is first divided by sqrt(mean over the row of rms_rows^2 +
         rms_epsilon): an RMS norm in front of the product that qkv is of, qkv = rms_rows @ w, with the norm's weight as a
         factor of w's rows.
@@ -95,7 +101,8 @@ def rotary_into_cache(
     Returns:
       q, [batch, 1, q_heads, head_dim], and both caches, as `flash_attention` takes them.
 
-    Works under jit, vmap and scan. There is no gradient.
+    Works under jit, vmap (with a page_table one after the other) and scan. Sequences may be split over devices, but not those
+    that share a pool of pages. There is no gradient.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, one of q_norm and k_norm alone, an epsilon below 0 or not
@@ -106,8 +113,9 @@ def rotary_into_cache(
     rows, cosines, sines = given
     k, v = (kv_cache.array("rotary_into_cache", name, x) for name, x in (("k_cache", k_cache), ("v_cache", v_cache)))
     where = integers.array("positions", positions)
-    _check(rows, k, v)
-    batch, tokens, kv_heads, head_dim = k.shape
+    _check(rows, k, v, page_table is not None)
+    (_, tokens, kv_heads, head_dim), batch = k.shape, rows.shape[0]
+    tables = [] if page_table is None else [_checked_pages(page_table, batch, k.shape[0])]
     angles = []
     for name, x in (("cos", cosines), ("sin", sines)):
         if x.shape not in ((batch, head_dim // 2), (head_dim // 2,)):
@@ -117,7 +125,7 @@ def rotary_into_cache(
         angles.append(x.astype(jnp.float32).reshape(-1, head_dim // 2))
     if where.shape not in ((batch,), ()):
         raise ValueError(f"positions has shape {where.shape}: it must be [batch] = {(batch,)}, or a scalar")
-    where = integers.clipped(where, tokens - 1).reshape(-1)
+    where = integers.clipped(where, tokens * (tables[0].shape[1] if tables else 1) - 1).reshape(-1)
     norm = checked_norm("rotary_into_cache", batch, rms_rows, rms_epsilon)
     weights, number = checked_norms("rotary_into_cache", head_dim, q_norm, k_norm, epsilon)
     of_heads = [*weights, jnp.full((1,), number, np.float32)] if weights else []
@@ -126,17 +134,27 @@ def rotary_into_cache(
         kv_cache.without_scales(k.dtype, k_scale, v_scale)
     else:
         scales = kv_cache.checked_scales("rotary_into_cache", batch, kv_heads, k_scale, v_scale)
-    call = _Call(dispatch.requested_backend(backend), bool(norm), bool(of_heads))
-    arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *norm, *of_heads, *scales)
+    call = _Call(dispatch.requested_backend(backend), bool(tables), bool(norm), bool(of_heads))
+    arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *tables, *norm, *of_heads, *scales)
     q, k, v = _rotated(call, *arrays)
     return q, k, v
 
 
-def _check(qkv: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def _checked_pages(table: Any, batch: int, pages: int) -> jax.Array:
+    """The table of pages as int32, with -1 where an entry of another dtype names none."""
+    found = integers.array("page_table", table)
+    if found.ndim != 2 or found.shape[0] != batch or found.shape[1] == 0:
+        raise ValueError(f"page_table has shape {found.shape}: it must be [batch, pages of a sequence], with batch = {batch}")
+    if found.dtype == jnp.int32:
+        return jnp.asarray(found)
+    xnp = jnp if isinstance(found, jax.Array) else np
+    return jnp.asarray(xnp.where((found >= 0) & (found < pages), found, xnp.asarray(-1).astype(found.dtype)), jnp.int32)
+
+
+def _check(qkv: jax.Array, k: jax.Array, v: jax.Array, paged: bool) -> None:
     if k.ndim != 4 or k.shape != v.shape or 0 in k.shape:
-        raise ValueError(
-            f"k_cache{k.shape} and v_cache{v.shape} must both be [batch, tokens, kv_heads, head_dim], none of them 0"
-        )
+        sides = "[pages, page_size, kv_heads, head_dim], with a page_table" if paged else "[batch, tokens, kv_heads, head_dim]"
+        raise ValueError(f"k_cache{k.shape} and v_cache{v.shape} must both be {sides}, none of them 0")
     if k.dtype != v.dtype or (k.dtype != qkv.dtype and k.dtype.name not in kv_cache.DTYPES):
         raise ValueError(
             f"qkv is {qkv.dtype}, k_cache {k.dtype} and v_cache {v.dtype}: cast them to one, or both caches to "
@@ -145,10 +163,11 @@ def _check(qkv: jax.Array, k: jax.Array, v: jax.Array) -> None:
     batch, _, kv_heads, head_dim = k.shape
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} has no halves: it must be even")
-    if qkv.ndim != 2 or qkv.shape[0] != batch or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
+    fits = qkv.ndim == 2 and (paged or qkv.shape[0] == batch)
+    if not fits or qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
         raise ValueError(
             f"qkv{qkv.shape} does not fit k_cache{k.shape}: it must be [batch, (q_heads + 2 kv_heads) head_dim] with "
-            f"batch={batch}, kv_heads={kv_heads}, head_dim={head_dim}"
+            f"{'' if paged else f'batch={batch}, '}kv_heads={kv_heads}, head_dim={head_dim}"
         )
 
 
@@ -177,18 +196,20 @@ def _batchable(call: _Call) -> Any:
         return _run(call, *arrays)
 
     def rule(*arrays: jax.Array) -> partition.Rule:
-        """Sequences are split."""
-        turned, position = ("ONE" if x.shape[0] == 1 else "batch" for x in (arrays[1], arrays[5]))
-        cache, norms = "batch S KV D", ", batch K, ONE" * call.of_rows + ", D, D, ONE" * call.of_heads
-        scales = "".join(f", {'ONE' if x.shape[0] == 1 else 'batch'} KV" for x in call.apart(arrays).scales)
-        operands = f"batch JOINED, {turned} HALF, {turned} HALF, {cache}, {cache}, {position}{norms}{scales}"
-        return partition.Rule("rotary_into_cache", f"{operands} -> batch T H D, {cache}, {cache}")
+        """Sequences are split, but for those that write to one pool of pages."""
+        batch = "BATCH" if call.paged else "batch"
+        turned, position = ("ONE" if x.shape[0] == 1 else batch for x in (arrays[1], arrays[5]))
+        cache, table = ("PAGES S KV D", f", {batch} N") if call.paged else (f"{batch} S KV D", "")
+        norms = f", {batch} K, ONE" * call.of_rows + ", D, D, ONE" * call.of_heads
+        scales = "".join(f", {'ONE' if x.shape[0] == 1 else batch} KV" for x in call.apart(arrays).scales)
+        operands = f"{batch} JOINED, {turned} HALF, {turned} HALF, {cache}, {cache}, {position}{table}{norms}{scales}"
+        return partition.Rule("rotary_into_cache", f"{operands} -> {batch} T H D, {cache}, {cache}")
 
     rotate = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.backend))
 
     @rotate.def_vmap
     def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[Any, Any]:
-        if not size or any(call.apart(batched).of_heads):  # a launch takes one weight of each norm
+        if not size or call.paged or any(call.apart(batched).of_heads):  # a launch takes one pool, and one weight of each norm
             return one_after_the_other(rotate, batched, arrays), (True,) * 3
         scaled = len(call.apart(arrays).scales)
         first, last = 6 + call.of_rows, len(arrays) - scaled
@@ -229,7 +250,7 @@ def _run(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: bool, gpu: gpus.Gpu) -> str | None:
     """Why the kernel cannot run on `gpu`, or None. of_heads: with norms of heads."""
-    _, tokens, kv_heads, head_dim = k.shape
+    entries, tokens, kv_heads, head_dim = k.shape
     if reason := limits.supports_dtypes(qkv.dtype.name, qkv.dtype.name, gpu):
         return reason
     q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -244,25 +265,31 @@ def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: boo
     if of_heads and (head_dim not in HEAD_DIMS or kv_heads % AT_ONCE):
         takes = f"kv_heads that are a multiple of {AT_ONCE} and a head_dim of {', '.join(map(str, HEAD_DIMS))}"
         return f"kv_heads={kv_heads} and head_dim={head_dim}: norms of heads take {takes}, or backend='xla'"
-    if kv_heads * head_dim * 10 > gpu.smem_per_block // 2 or max(qkv.size, tokens) >= 2**31:
+    if kv_heads * head_dim * 10 > gpu.smem_per_block // 2 or max(qkv.size, entries, tokens) >= 2**31:
         return f"k_cache{k.shape} has too large heads, or too many tokens"
     return None
 
 
 def reference(arrays: Arrays) -> tuple[jax.Array, ...]:
     """The same through XLA."""
-    qkv, cos, sin, k, v, positions, of_rows, of_heads, scales = arrays
+    qkv, cos, sin, k, v, positions, page_table, of_rows, of_heads, scales = arrays
     dtype = qkv.dtype
     if of_heads and of_rows:  # rounded once, after both norms
         qkv = qkv.astype(np.promote_types(dtype, np.float32))
     qkv = divided(qkv, *of_rows) if of_rows else qkv
-    batch, tokens, kv_heads, head_dim = k.shape
-    rows, positions = qkv.reshape(batch, -1, head_dim), jnp.clip(positions, 0, tokens - 1)
+    (entries, tokens, kv_heads, head_dim), batch = k.shape, qkv.shape[0]
+    rows = qkv.reshape(batch, -1, head_dim)
     heads, normalised = rows.shape[1] - 2 * kv_heads, bool(of_heads)
     problem = Problem(batch, cos.shape[0], heads, kv_heads, head_dim, dtype.name, normalised=normalised)
     q, *new = (x[:, None].astype(dtype) for x in rotary_reference(problem, rows, cos, sin, *of_heads))
     if scales:
         new = [with_scale(x, scale[:, None, :, None], k.dtype) for x, scale in zip(new, scales, strict=True)]
+    if page_table:
+        number, row = jnp.divmod(jnp.clip(positions, 0, page_table[0].shape[1] * tokens - 1), tokens)
+        page = jnp.take_along_axis(page_table[0], jnp.broadcast_to(number, batch)[:, None], 1)[:, 0]
+        page = jnp.where((page >= 0) & (page < entries), page, entries)  # which is dropped
+        return q, *(cache.at[page, row].set(x[:, 0], mode="drop") for cache, x in zip((k, v), new, strict=True))
+    positions = jnp.clip(positions, 0, tokens - 1)
     if positions.shape[0] == 1:
         write = functools.partial(lax.dynamic_update_slice_in_dim, start_index=positions[0], axis=1)
         return q, write(k, new[0]), write(v, new[1])

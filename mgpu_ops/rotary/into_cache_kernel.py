@@ -1,7 +1,8 @@
 """The kernel of rotary_into_cache: a block of one warpgroup for each kv_heads heads of a sequence's new token.
 
 TMA loads the halves of the heads apart, so that both lie alike in registers, and stores each where it belongs: to the queries,
-or to the row of the cache that the sequence's position names. A block finds the norm of its row by itself.
+or to the row of the cache that the sequence's position names, in a pool of pages that of a page of the sequence's table. A
+block finds the norm of its row by itself.
 
 With norms of heads, four heads at once are normalised, one by each warp, whose threads exchange their sums of squares. Weights
 come with the halves, from where they are: had XLA to lay them out first, that would take a kernel in front of this one.
@@ -29,22 +30,23 @@ from mgpu_ops.rotary.into_cache_arrays import AT_ONCE, Arrays
 
 def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
     """Runs the kernel; the caches are written in place where XLA can give them up."""
-    qkv, cos, sin, k, v, positions, of_rows, of_heads, scales = arrays
-    batch, tokens, kv_heads, head_dim = k.shape
+    qkv, cos, sin, k, v, positions, page_table, of_rows, of_heads, scales = arrays
+    (entries, tokens, kv_heads, head_dim), batch = k.shape, qkv.shape[0]
     half, heads = head_dim // 2, qkv.shape[1] // head_dim - 2 * kv_heads
     groups = heads // kv_heads + 2  # of queries, and one of keys and of values
     # Cosines and sines for each head, so that one copy brings them: XLA writes them so, in one kernel, where it computes them.
     angles = jnp.stack(jnp.broadcast_arrays(cos, sin), 1)
     angles = jnp.broadcast_to(angles[:, :, None], (angles.shape[0], 2, kv_heads, half))
-    caches = [jax.new_ref(cache.reshape(batch, tokens, kv_heads, 2, half)) for cache in (k, v)]
+    caches = [jax.new_ref(cache.reshape(entries, tokens, kv_heads, 2, half)) for cache in (k, v)]
     flat, count = [x.reshape(-1) for x in scales], len(of_rows) + len(of_heads)
+    pages, tables = page_table[0].shape[1] if page_table else 1, [table.reshape(-1) for table in page_table]
     norms = [*(weight.reshape(2, half) for weight in of_heads[:2]), *of_heads[2:]]
 
     def body(
         x: Any, angles: Any, positions: Any, k: Any, v: Any, *rest: Any, halves: Any, turns: Any, full: Any, **more: Any
     ) -> None:
         *given, q = rest
-        norm, norms, scales = given[: len(of_rows)], given[len(of_rows) : count], given[count:]
+        norm, norms, scales = given[: len(of_rows)], given[len(of_rows) : count], given[count : count + len(flat)]
         weights, narrowed = more.get("weights"), more.get("narrowed", halves)
         row, group = lax.axis_index("row"), lax.axis_index("group")
         of_group = pl.ds(group * kv_heads, kv_heads)
@@ -55,7 +57,10 @@ def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
             pl.when(group < groups - 2)(lambda: _load(norms[0], weights, full))
             pl.when(group >= groups - 2)(lambda: _load(norms[1], weights, full))  # values leave it, but wait for as many copies
         factor = row_factor(norm[0].at[row], norm[1][0]) if norm else None
-        at = jnp.clip(positions[_of(positions, row)], 0, tokens - 1)
+        at, entry, known = jnp.clip(positions[_of(positions, row)], 0, pages * tokens - 1), row, True
+        if tables:
+            page = given[-1][row * pages + lax.div(at, jnp.int32(tokens))]
+            at, entry, known = lax.rem(at, jnp.int32(tokens)), jnp.clip(page, 0, entries - 1), (page >= 0) & (page < entries)
         plgpu.barrier_wait(full)
         if norms:
             _normalise_and_rotate(halves, turns, factor, weights, norms[2][0], group < groups - 1)
@@ -68,8 +73,8 @@ def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
                 pl.when(group == groups - 2 + number)(functools.partial(_narrow, halves, narrowed, of_heads, first))
         plgpu.commit_smem()  # TMA sees what was written
         _store(halves, q.at[row, of_group], group < groups - 2)
-        _store(narrowed, k.at[row, at], group == groups - 2)
-        _store(narrowed, v.at[row, at], group == groups - 1)
+        _store(narrowed, k.at[entry, at], (group == groups - 2) & known)
+        _store(narrowed, v.at[entry, at], (group == groups - 1) & known)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # shared memory outlives the copies that read it
 
     q = engine.kernel(
@@ -89,7 +94,7 @@ def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
             **({"weights": plgpu.SMEM((2, AT_ONCE, half), jnp.float32)} if norms else {}),
             **({"narrowed": tuple(plgpu.SMEM((kv_heads, half), k.dtype) for _ in range(2))} if scales else {}),
         },
-    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *of_rows, *norms, *flat)
+    )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *of_rows, *norms, *flat, *tables)
     return q.reshape(batch, 1, heads, head_dim), *(jax.freeze(cache).reshape(k.shape) for cache in caches)
 
 

@@ -308,7 +308,14 @@ def _rotary_into_cache(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     b, tokens, heads = rng.randint(1, 9), side(rng, 1, s.rows // 4), kv * rng.choice((1, 2, 4))
     angles = np.random.default_rng(1).uniform(0, 6, (b, d // 2)).astype(np.float32)
     arrays = {"qkv": normal(b, (heads + 2 * kv) * d), "cos": np.cos(angles), "sin": np.sin(angles)}
-    arrays |= {name: normal(b, tokens, kv, d) for name in ("k_cache", "v_cache")}
+    if rng.random() < 0.3:  # pages that each belong to one sequence, and some that are none
+        size, each = rng.choice((1, 4, 16)), rng.randint(1, 5)
+        tokens, table = size * each, rng.sample(range(b * each + 2), b * each)
+        arrays |= {name: normal(b * each + 2, size, kv, d) for name in ("k_cache", "v_cache")}
+        named = [page if rng.random() < 0.9 else -1 for page in table]
+        arrays["page_table"] = np.array(named, np.int32).reshape(b, each)
+    else:
+        arrays |= {name: normal(b, tokens, kv, d) for name in ("k_cache", "v_cache")}
     arrays["positions"] = np.array(
         [rng.choice((-5, 0, tokens - 1, tokens + 9, rng.randrange(tokens))) for _ in range(b)], np.int32
     )

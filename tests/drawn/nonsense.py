@@ -148,7 +148,9 @@ def good() -> dict[str, list[Arguments]]:
         "rotary_into_cache": [
             {"qkv": qkv[:, 0], "cos": cos[:2], "sin": cos[:2], "k_cache": kv[:, :, :1], "v_cache": kv[:, :, :1]}
             | {"positions": _whole(3, 4), "rms_rows": _array(2, 128), "rms_epsilon": 1e-6}
-            | {"q_norm": s64, "k_norm": s64, "epsilon": 1e-5}
+            | {"q_norm": s64, "k_norm": s64, "epsilon": 1e-5},
+            {"qkv": qkv[:, 0], "cos": cos[:2], "sin": cos[:2], "k_cache": kv[:, :, :1], "v_cache": kv[:, :, :1]}
+            | {"positions": _whole(3, 4), "page_table": _whole(0, 1)[:, None]},
         ],
         "rms_norm": [{"x": x, "weight": _array(32), "epsilon": 1e-6, "return_x": True}],
         "cross_entropy": [{"logits": x, "labels": _whole(*range(16)), "return_lse": True}],

@@ -103,6 +103,114 @@ def test_a_position_out_of_range_is_the_nearest(position, backend, assert_near):
         assert_near(y, z, 4e-3)
 
 
+PAGES = [[4, -1, 2], [1, 0, 9], [6, 5, 3]]  # of three sequences; 9 is none of seven
+
+
+def paged(positions: list[int], dtype: Any = BF16, **sizes: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments with pools of seven pages of four rows, and their table."""
+    given = arrays(batch=3, dtype=dtype, **sizes)
+    pools = [normal(seed, 7, 4, *given[3].shape[2:], dtype=dtype) for seed in (7, 8)]
+    return [*given[:3], *pools, jnp.array(positions)], {"page_table": jnp.array(PAGES, jnp.int32)}
+
+
+def into_pages(given: list[Any], rows: list[tuple[int, int] | None]) -> list[np.ndarray]:
+    """`written_out`, whose new rows are put where `rows` says: page and row, or None for nowhere."""
+    contiguous = [normal(0, 3, 1, *given[3].shape[2:], dtype=given[3].dtype)] * 2
+    q, *new = written_out(*given[:3], *contiguous, jnp.zeros(3, jnp.int32))
+    pools = [np.array(pool, np.float64) for pool in given[3:5]]
+    for b, at in enumerate(rows):
+        for pool, of in zip(pools, new, strict=True):
+            if at is not None:
+                pool[at] = of[b, 0]
+    return [q, *pools]
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("table", [jnp.int32, np.int64, np.uint32])
+def test_with_a_page_table_rows_are_written_to_the_pages_that_it_names(table, backend, assert_near):
+    given, more = paged([9, 2, 99])  # the last position is beyond the three pages, and counts as their last row
+    more["page_table"] = np.array(PAGES if np.dtype(table).kind == "i" else np.abs(PAGES), table)
+    out = jax.jit(functools.partial(rotary_into_cache, backend=backend))(*given, **more)
+    for y, z in zip(out, into_pages(given, [(2, 1), (1, 2), (3, 3)]), strict=True):
+        assert y.dtype == BF16
+        assert_near(y, z, 4e-3)
+    assert (np.array(given[4] != out[2]).any((2, 3))).sum() == 3  # no other row
+    assert backend == "xla" or not engine.races_found()
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("table", [jnp.int32, np.int64])
+def test_nothing_is_written_where_a_table_names_no_page(table, backend, assert_near):
+    given, more = paged([4, 11, 0])
+    more["page_table"] = np.array(PAGES, table)
+    out = rotary_into_cache(*given, **more, backend=backend)
+    for y, z in zip(out, into_pages(given, [None, None, (6, 0)]), strict=True):
+        assert_near(y, z, 4e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_pages_of_8_bits_and_norms_are_those_of_a_contiguous_cache(dtype):
+    given, more = paged([9, 2, 7], kv_heads=4, q_heads=8)
+    pools = [jnp.zeros(pool.shape, dtype) for pool in given[3:5]]
+    scales = {"k_scale": jnp.array([[0.02, 0.03, 0.04, 0.05]] * 3), "v_scale": 0.03}
+    scales |= norms() | EPSILONS | {"rms_rows": normal(9, 3, 256, dtype=BF16)}
+    through = functools.partial(rotary_into_cache, *given[:3], backend="interpret")
+    q, *of_pages = through(*pools, given[5], **more, **scales)
+    zeros = [jnp.zeros((3, 12, 4, 128), dtype)] * 2
+    wanted_q, *wanted = through(*zeros, given[5], **scales)
+    np.testing.assert_array_equal(q, wanted_q)
+    for pool, cache in zip(of_pages, wanted, strict=True):
+        for b, position in enumerate((9, 2, 7)):
+            page = PAGES[b][position // 4]
+            found, expected = (np.asarray(x.astype(F32)) for x in (pool[page, position % 4], cache[b, position]))
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_what_is_written_to_pages_is_what_attention_reads_there(assert_near):
+    given, more = paged([9, 2, 7], kv_heads=4, q_heads=8)
+    q, k, v = rotary_into_cache(*given, **more, backend="interpret")
+    lengths, table = given[5] + 1, jnp.maximum(more["page_table"], 0)
+    out = mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths, page_table=table)
+    gathered = [x[jnp.minimum(table, 6)].reshape(3, 12, 4, 128) for x in given[3:5]]
+    contiguous = rotary_into_cache(*given[:3], *gathered, given[5], backend="interpret")
+    assert_near(out, mgpu_ops.flash_attention(*contiguous, kv_lengths=lengths), 4e-3)
+
+
+def test_each_of_several_pools_has_its_own_rows_under_vmap(assert_near):
+    given, more = paged([9, 2, 7])
+    pools = [jnp.stack([pool, 2 * pool]) for pool in given[3:5]]
+    call = lambda k, v: rotary_into_cache(*given[:3], k, v, given[5], **more, backend="xla")  # noqa: E731
+    out = jax.vmap(call)(*pools)
+    for i in range(2):
+        for y, z in zip(out, call(*(pool[i] for pool in pools)), strict=True):
+            np.testing.assert_array_equal(y[i], z)
+
+
+def test_over_devices_sequences_of_one_pool_are_written_together(assert_near):
+    given, more = paged([9, 2, 7])
+    mesh = jax.make_mesh((3,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    split, whole = NamedSharding(mesh, PartitionSpec("x")), NamedSharding(mesh, PartitionSpec())
+    placed = [jax.device_put(x, whole if x.ndim == 4 else split) for x in given]
+    out = jax.jit(rotary_into_cache)(*placed, page_table=jax.device_put(more["page_table"], split))
+    for y, z in zip(out, into_pages(given, [(2, 1), (1, 2), (5, 3)]), strict=True):
+        assert_near(y, z, 4e-3)
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [
+        (jnp.zeros((2, 3), jnp.int32), ValueError, r"page_table has shape \(2, 3\): it must be \[batch, pages of a sequence\]"),
+        (jnp.zeros((3, 0), jnp.int32), ValueError, r"page_table has shape \(3, 0\)"),
+        (jnp.zeros((3, 2)), TypeError, "page_table has dtype float32: it must hold integers"),
+    ],
+)
+def test_what_is_no_page_table_is_refused(table, error, message):
+    with pytest.raises(error, match=message):
+        rotary_into_cache(*paged([0, 0, 0])[0], page_table=table)
+    with pytest.raises(ValueError, match=r"must both be \[pages, page_size, kv_heads, head_dim\], with a page_table"):
+        rotary_into_cache(*arrays()[:3], *[jnp.ones((4, 2, 128), BF16)] * 2, jnp.zeros(3, jnp.int32), page_table=PAGES)
+
+
 def test_angles_without_a_batch_and_vmap_over_sequences(assert_near):
     qkv, cos, sin, k, v, positions = arrays()
     of_both = rotary_into_cache(qkv, cos, sin[0], k, v, positions, backend="interpret")
