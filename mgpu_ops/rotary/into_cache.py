@@ -147,8 +147,8 @@ def _checked_pages(table: Any, batch: int, pages: int) -> jax.Array:
         raise ValueError(f"page_table has shape {found.shape}: it must be [batch, pages of a sequence], with batch = {batch}")
     if found.dtype == jnp.int32:
         return jnp.asarray(found)
-    xnp = jnp if isinstance(found, jax.Array) else np
-    return jnp.asarray(xnp.where((found >= 0) & (found < pages), found, xnp.asarray(-1).astype(found.dtype)), jnp.int32)
+    names_one = (found >= 0) & (found < pages)
+    return jnp.where(names_one, found.astype(np.int32), -1)
 
 
 def _check(qkv: jax.Array, k: jax.Array, v: jax.Array, paged: bool) -> None:
