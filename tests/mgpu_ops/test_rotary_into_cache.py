@@ -173,7 +173,7 @@ def test_what_is_written_to_pages_is_what_attention_reads_there(assert_near):
     out = mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths, page_table=table)
     gathered = [x[jnp.minimum(table, 6)].reshape(3, 12, 4, 128) for x in given[3:5]]
     contiguous = rotary_into_cache(*given[:3], *gathered, given[5], backend="interpret")
-    assert_near(out, mgpu_ops.flash_attention(*contiguous, kv_lengths=lengths), 4e-3)
+    assert_near(out, mgpu_ops.flash_attention(*contiguous, kv_lengths=lengths), 1.6e-2)  # two programs, of bfloat16
 
 
 def test_each_of_several_pools_has_its_own_rows_under_vmap(assert_near):
@@ -183,7 +183,7 @@ def test_each_of_several_pools_has_its_own_rows_under_vmap(assert_near):
     out = jax.vmap(call)(*pools)
     for i in range(2):
         for y, z in zip(out, call(*(pool[i] for pool in pools)), strict=True):
-            np.testing.assert_array_equal(y[i], z)
+            assert_near(y[i], z, 8e-3)  # two programs: they may round apart
 
 
 def test_over_devices_sequences_of_one_pool_are_written_together(assert_near):
@@ -417,6 +417,24 @@ def test_the_kernel_with_norms_spills_nothing_and_takes_weights_as_they_are(kv_h
         compiled = jax.jit(step, donate_argnums=(3, 4)).lower(*place((*shapes, *rows, weight, weight))).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < shapes[3].size  # no copy of a cache
     assert compiled.as_text().count(" fusion(") == 1  # cosines and sines, as without norms
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+@pytest.mark.parametrize("dtype", [BF16, jnp.float8_e4m3fn])
+def test_one_kernel_writes_to_the_pages_of_a_donated_pool_in_place(dtype):
+    shapes = jax.eval_shape(functools.partial(arrays, batch=16, tokens=512, q_heads=32, kv_heads=8))
+    pools, table = [jax.ShapeDtypeStruct((128, 64, 8, 128), dtype)] * 2, jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    given = [*shapes[:3], *pools, shapes[5], table]
+
+    def step(*given: Any) -> Any:
+        return rotary_into_cache(*given[:6], page_table=given[6], backend="mosaic")
+
+    (kernel,) = aot.compile_for(H200, step, *given).kernels
+    assert (kernel.spill_stores, kernel.spill_loads) == (0, 0)
+    context, place = aot.elsewhere(H200)
+    with context:
+        compiled = jax.jit(step, donate_argnums=(3, 4)).lower(*place(given)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < pools[0].size  # no copy of a pool
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))

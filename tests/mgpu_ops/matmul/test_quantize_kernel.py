@@ -118,7 +118,7 @@ def test_that_largest_values_are_found_too_takes_no_registers_of_the_numbers(pro
         report = aot.compile_for("h200", functools.partial(OP.run, p, OP.default(p, H200), H200), *shapes)
         return max(kernel.registers for kernel in report.kernels)
 
-    assert registers("also") < registers("none") + 32  # it was 50 to 55 more, when ptxas put the maxima off to the end
+    assert registers("also") < registers("none") + 32  # it was 53 to 55 more, when ptxas put the maxima off to the end
 
 
 def test_what_the_kernel_does_not_take_is_told_and_runs_xla() -> None:

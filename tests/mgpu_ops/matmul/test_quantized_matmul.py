@@ -385,7 +385,7 @@ def test_gradients_of_bias_and_residual_are_those_of_a_sum(assert_near):
     ("in_axes", "launches"),
     [((0, None, 0), 1), ((0, None, None), 1), ((None, None, 0), 1), ((0, 0, 0), 2), ((None, 0, None), 2)],
 )
-def test_vmap_of_rows_is_one_product_and_of_a_bias_one_for_each(in_axes, launches):
+def test_vmap_of_rows_is_one_product_and_of_a_bias_one_for_each(in_axes, launches, assert_near):
     x, w, scales, _ = layer()
     own = (x[0], *added(5))
     arrays = [a if axis is None else jnp.stack([a, a[::-1]]) for a, axis in zip(own, in_axes)]
@@ -393,7 +393,7 @@ def test_vmap_of_rows_is_one_product_and_of_a_bias_one_for_each(in_axes, launche
     assert {use.problem.m for use in capture(jax.vmap(f, in_axes), H200)(*arrays).uses} == {10 // launches}
     out = jax.vmap(f, in_axes)(*arrays)
     for i in range(2):
-        assert (out[i] == f(*(a if axis is None else a[i] for a, axis in zip(arrays, in_axes)))).all()
+        assert_near(out[i], f(*(a if axis is None else a[i] for a, axis in zip(arrays, in_axes))), 8e-3)  # of other programs
 
 
 @needs_compiler
