@@ -70,6 +70,14 @@ def _write(buffer: Any, part: Any, transpose: bool) -> None:
         buffer[...] = part.astype(buffer.dtype)
 
 
+def if_it_stores(cluster: str, then: Callable[[], None]) -> None:
+    """Runs `then` in the blocks that store output tiles: of a cluster along k, the first."""
+    if cluster == "k":
+        pl.when(lax.axis_index("cluster") == 0)(then)
+    else:
+        then()
+
+
 def residual_of_tile(buffer: Any, transpose: bool = False) -> Any:
     """The epilogue tile of a residual that was loaded into its buffer, float32 in wgmma's layout."""
     if not transpose:

@@ -499,7 +499,7 @@ def text(lines: int, seed: int = 0) -> str:
     return "".join(f"{a}+{b}={a + b}\n" for a, b in numbers)
 
 
-def adam(params: Params, grads: Params, state: Any, step: jax.Array, rate: float | jax.Array = 3e-3) -> tuple[Params, Any]:
+def adam(params: Params, grads: Params, state: Any, step: jax.Array, rate: float | jax.Array) -> tuple[Params, Any]:
     """One step of Adam in float32; `state` holds the means of the gradients and of their squares."""
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state[0], grads)
     square = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g.astype(jnp.float32) ** 2, state[1], grads)
@@ -512,14 +512,26 @@ def adam(params: Params, grads: Params, state: Any, step: jax.Array, rate: float
 
 def train(model: Model, name: str, steps: int, batch: int = 16, tokens: int = 64, seed: int = 0) -> tuple[Params, list[float]]:
     """The weights, float32, and the loss of each step, on another part of the text every time."""
-    backend = BACKENDS[name]
+    return trained_by(BACKENDS[name], model, steps, batch, tokens, seed)
+
+
+def trained_by(
+    backend: Backend,
+    model: Model,
+    steps: int,
+    batch: int = 16,
+    tokens: int = 64,
+    seed: int = 0,
+    rate: Callable[[jax.Array], float | jax.Array] = lambda step: 3e-3,
+) -> tuple[Params, list[float]]:
+    """`train` by any backend, with a learning rate for each step."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(
         params: Params, state: Any, scaling: Any, data: jax.Array, step: jax.Array
     ) -> tuple[Params, Any, Any, jax.Array]:
         value, grads = gradients(model, backend, with_states(_in_bfloat16(params), scaling), data)
-        return *adam(params, without_states(grads), state, step), states_of(grads), value
+        return *adam(params, without_states(grads), state, step, rate(step)), states_of(grads), value
 
     data = np.frombuffer(text(steps * batch * (tokens + 1) // 5).encode(), np.uint8).astype(np.int32)
     params = jax.jit(functools.partial(init, model))(jax.random.key(seed))

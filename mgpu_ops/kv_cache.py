@@ -1,4 +1,4 @@
-"""A quantized KV cache, keys and values of 8 bits: their dtypes and their scales."""
+"""A KV cache: dtypes and scales of keys and values of 8 bits, and tables of pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from mgpu_ops import floats
+from mgpu_ops import floats, integers
 
 DTYPES = ("float8_e4m3fn", "int8")
 
@@ -42,6 +42,18 @@ def checked_scales(
         return jnp.broadcast_to(found.astype(jnp.float32), found.shape if found.ndim == 2 else (1, heads))
 
     return one("k_scale", k_scale), one("v_scale", v_scale)
+
+
+def page_table(table: Any, batch: int, more: str = "") -> Any:
+    """A table of pages, integers [batch, pages of a sequence]. Raises for what is none. more: what the error adds."""
+    found = integers.array("page_table", table)
+    if found.ndim != 2 or found.shape[0] != batch:
+        raise ValueError(
+            f"page_table has shape {found.shape}: it must be [batch, pages of a sequence], with batch = {batch}{more}"
+        )
+    if not isinstance(found.shape[1], int) or found.shape[1] == 0:
+        raise ValueError(f"page_table has shape {found.shape}: each sequence needs room for one page or more, a known number")
+    return found
 
 
 def without_scales(dtype: Any, k_scale: ArrayLike | None, v_scale: ArrayLike | None) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import mgpu_ops
@@ -58,32 +57,9 @@ _AGAIN = "bfloat16, other weights"  # how far two runs are apart in any case
 _SMOOTH = 20  # steps of a mean in the picture
 
 
-def losses(
-    backend: llama.Backend,
-    model: llama.Model = MODEL,
-    steps: int = 300,
-    batch: int = 16,
-    tokens: int = 64,
-    seed: int = 0,
-) -> list[float]:
+def losses(backend: llama.Backend, steps: int = 300, seed: int = 0) -> list[float]:
     """The loss of each step of training, from weights that the seed decides. The learning rate falls to zero."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def update(params: llama.Params, adam: Any, states: list[Any], data: jax.Array, step: jax.Array) -> Any:
-        weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-        value, grads = llama.gradients(model, backend, llama.with_states(weights, states), data)
-        rate = _RATE * (1.0 - step / steps)
-        return *llama.adam(params, llama.without_states(grads), adam, step, rate), llama.states_of(grads), value
-
-    characters = llama.text(steps * batch * (tokens + 1) // 5)[: steps * batch * (tokens + 1)]
-    data = np.frombuffer(characters.encode(), np.uint8).astype(np.int32).reshape(steps, batch, tokens + 1)
-    params = jax.jit(functools.partial(llama.init, model))(jax.random.key(seed))
-    adam, found = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)), []
-    states = llama.first_states(params, backend)
-    for step, part in enumerate(data, 1):
-        params, adam, states, value = update(params, adam, states, jnp.asarray(part), jnp.int32(step))
-        found.append(float(value))
-    return found
+    return llama.trained_by(backend, MODEL, steps, seed=seed, rate=lambda step: _RATE * (1.0 - step / steps))[1]
 
 
 def last(curve: list[float]) -> float:

@@ -280,15 +280,9 @@ def _checked_segments(q: jax.Array, k: Array, q_ids: Integers | None, kv_ids: In
 
 def _checked_pages(q: jax.Array, k: jax.Array, table: Integers, backend: str | None) -> jax.Array:
     """The table of pages, int32 [batch, pages of a sequence], for queries with a batch and a pool of keys."""
-    name, found = "page_table", integers.array("page_table", table)
+    found = integers.array("page_table", table)
     found = found[None] if found.ndim == 1 and q.shape[0] == 1 else found
-    if found.ndim != 2 or found.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"{name} has shape {found.shape}: it must be [batch, pages of a sequence], with batch = {q.shape[0]}, or without "
-            "batch where q has none"
-        )
-    if not isinstance(found.shape[1], int) or found.shape[1] == 0:
-        raise ValueError(f"{name} has shape {found.shape}: each sequence needs room for one page or more, a known number")
+    found = kv_cache.page_table(found, q.shape[0], ", or without batch where q has none")
     pages, page_size = k.shape[:2]
     if isinstance(pages, int) and pages * page_size > MAX_ROWS and dispatch.requested_backend(backend) != "xla":
         raise ValueError(

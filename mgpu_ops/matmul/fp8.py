@@ -151,7 +151,7 @@ def _of_rows(call: _Call, state: Fp8State | None, x: jax.Array, w: jax.Array, *m
     shape = (*x.shape[:-1], w.shape[0 if call.transpose_b else 1])
     by = dict(zip(call.epilogue, more, strict=True))
     if "bias" in by:
-        checked_bias(by["bias"], shape[-1])
+        by["bias"] = checked_bias(by["bias"], shape[-1])
     if "residual" in by:
         by["residual"] = lax.collapse(like_the_result(by["residual"], shape, call.out_dtype), 0, -1)
     return _product(call, lax.collapse(x, 0, -1), w, state, *by.values()).reshape(shape)

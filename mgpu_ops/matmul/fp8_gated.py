@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -48,6 +49,10 @@ class Fp8GatedState(NamedTuple):
     def init(cls, amax_history_length: int = 1024) -> Self:
         """A state that has seen nothing, as `Fp8State.init`."""
         return cls(*(Fp8State.init(amax_history_length) for _ in cls._fields))
+
+
+_NOT_KNOWN: Any = None
+_CURRENT = Fp8GatedState(*[Fp8State(*[_NOT_KNOWN] * len(Fp8State._fields))] * 3)  # scaling, in place of a state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,14 +152,11 @@ def _forward(call: _Call, state: Fp8GatedState | None, x: jax.Array, *arrays: ja
 
     With a state also that, and the largest values of the arrays that are products' inputs and kernels.
     """
-    weights, residual = arrays[:3], arrays[3:]
-    scales = [None] * 3 if state is None else [of.kernel_scale for of in state]
-    x8, x8_t, of_x = both_ways(call, x, None if state is None else state.gate.input_scale, (False, False))
-    weights8 = [both_ways(call, w, scale, (True, True)) for w, scale in zip(weights, scales, strict=True)]
+    weights, residual, known = arrays[:3], arrays[3:], state or _CURRENT
+    x8, x8_t, of_x = both_ways(call, x, known.gate.input_scale, (False, False))
+    weights8 = [both_ways(call, w, of.kernel_scale, (True, True)) for w, of in zip(weights, known, strict=True)]
     gate, up = (of_quantized(call, x8, w8_t, call.x_dtype) for _, w8_t, _ in weights8[:2])
-    ((hidden8, hidden8_t),), of_hidden = _gated(
-        call, "gate", (gate, up), E4M3, None if state is None else (state.down.input_scale,)
-    )
+    ((hidden8, hidden8_t),), of_hidden = _gated(call, "gate", (gate, up), E4M3, (known.down.input_scale,))
     out = of_quantized(call, hidden8, weights8[2][1], call.x_dtype, **({"residual": residual[0]} if residual else {}))
     seen = None
     if state is not None:
@@ -166,14 +168,14 @@ def _forward(call: _Call, state: Fp8GatedState | None, x: jax.Array, *arrays: ja
 
 
 def _gated(
-    call: _Call, of: str, arrays: tuple[jax.Array, ...], dtype: Any, scales: tuple[jax.Array, ...] | None
+    call: _Call, of: str, arrays: tuple[jax.Array, ...], dtype: Any, scales: Sequence[Any]
 ) -> tuple[list[tuple[Quantized, Quantized]], tuple[jax.Array, ...]]:
-    """Each result of a gate, quantized, and the same transposed. With scales that are known, then also its largest values."""
+    """Each result of a gate, quantized, and the same transposed. With scales that are no None, then also its largest values."""
     quantized = functools.partial(quantizing.both_ways, arrays, out_dtype=dtype, of=of, backend=call.backend)
-    amax = "none" if scales is None else "also"
-    if scales is None:
-        scales = tuple(scale_or_one(one, dtype) for one in quantized((), amax="only"))
-    found, count = quantized(scales, amax=amax), 2 * len(scales)
+    known = None not in scales
+    if not known:
+        scales = [scale_or_one(one, dtype) for one in quantized((), amax="only")]
+    found, count = quantized(scales, amax="also" if known else "none"), 2 * len(scales)
     pairs = zip(found[:count:2], found[1:count:2], scales, strict=True)
     return [((values, scale), (values_t, scale)) for values, values_t, scale in pairs], found[count:]
 
@@ -181,10 +183,10 @@ def _gated(
 def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     gate, up, x8_t, hidden8_t, (w_gate8, w_up8, w_down8), state, seen = saved
     of_gate, of_up, of_down = call.w_dtypes
-    known = None if state is None else (state.gate.output_grad_scale, state.up.output_grad_scale)
-    g8, g8_t, of_g = both_ways(call, g, None if state is None else state.down.output_grad_scale, (False, True), E5M2)
+    *of_both, of_down_grad = (of.output_grad_scale for of in state or _CURRENT)
+    g8, g8_t, of_g = both_ways(call, g, of_down_grad, (False, True), E5M2)
     d_hidden = of_quantized(call, g8, w_down8, call.x_dtype)
-    ((gate8, gate8_t), (up8, up8_t)), of_gated = _gated(call, "gate_gradient", (d_hidden, gate, up), E5M2, known)
+    ((gate8, gate8_t), (up8, up8_t)), of_gated = _gated(call, "gate_gradient", (d_hidden, gate, up), E5M2, of_both)
     weights = (
         of_quantized(call, x8_t, gate8_t, of_gate),
         of_quantized(call, x8_t, up8_t, of_up),

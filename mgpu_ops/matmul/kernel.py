@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterShares, ClusterSum
-from mgpu_ops.core.epilogue import deferred_stores
+from mgpu_ops.core.epilogue import deferred_stores, if_it_stores
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
@@ -69,7 +69,6 @@ from mgpu_ops.matmul.problem import (
 )
 from mgpu_ops.matmul.store import (
     arrays_of_epilogue,
-    if_it_stores,
     kept,
     load_residual,
     load_slots,
@@ -119,7 +118,7 @@ def _kernel(
 
             @pl.when(k == steps // 2)
             def _() -> None:
-                if_it_stores(c, lambda: load_residual(work, t, of, out_smem, residual_arrived))
+                if_it_stores(c.cluster, lambda: load_residual(work, t, of, out_smem, residual_arrived))
 
         def product(depth: int | None = None) -> None:
             if scale_smem:
@@ -239,7 +238,7 @@ def _kernel_ahead(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: St
             if c.takes_turns:
                 load_slots(work, t, of, smem["out_smem"], smem["residual_arrived"])
             else:
-                if_it_stores(c, lambda: load_residual(work, t, of, smem["out_smem"], smem["residual_arrived"]))
+                if_it_stores(c.cluster, lambda: load_residual(work, t, of, smem["out_smem"], smem["residual_arrived"]))
 
     def finish(t: jax.Array, acc: Any) -> None:
         if c.takes_turns and p.residual:

@@ -14,13 +14,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine
 from mgpu_ops.core.activations import in_registers
-from mgpu_ops.core.epilogue import along, epilogue_origins, residual_of_tile, store_in_turn, store_tile
+from mgpu_ops.core.epilogue import along, epilogue_origins, if_it_stores, residual_of_tile, store_in_turn, store_tile
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.row_norm import factor_of_squares
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
-from mgpu_ops.matmul.problem import SLOTS, Config, Problem, cluster_size, has_epilogue, neighbours, transposed
+from mgpu_ops.matmul.problem import SLOTS, Problem, cluster_size, has_epilogue, neighbours, transposed
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 
 
@@ -197,7 +197,7 @@ def store(
         cluster_sum.add(part, t * (epilogue_tiles(c) + norms) + (norms + number), store)
 
     if refs.residual is not None:
-        if_it_stores(c, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
+        if_it_stores(c.cluster, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
     wide = cluster_sum is not None or has_epilogue(p)
     values = acc if isinstance(acc, Sums) else acc[...]
     if not isinstance(acc, Sums) and warpgroup_tile(c)[1] < acc.shape[1]:  # `columns_of_b`
@@ -282,11 +282,3 @@ def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any
 def _of_product(ref: Any, place: Place) -> Any:
     """The vector of this product, of those of a batch or of one that all share."""
     return ref.at[place.product()] if ref.ndim == 2 else ref
-
-
-def if_it_stores(c: Config, then: Callable[[], None]) -> None:
-    """Runs `then` in the blocks that store output tiles: of a cluster along k, the first."""
-    if c.cluster == "k":
-        pl.when(lax.axis_index("cluster") == 0)(then)
-    else:
-        then()

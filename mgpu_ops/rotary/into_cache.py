@@ -142,9 +142,7 @@ def rotary_into_cache(
 
 def _checked_pages(table: Any, batch: int, pages: int) -> jax.Array:
     """The table of pages as int32, with -1 where an entry of another dtype names none."""
-    found = integers.array("page_table", table)
-    if found.ndim != 2 or found.shape[0] != batch or found.shape[1] == 0:
-        raise ValueError(f"page_table has shape {found.shape}: it must be [batch, pages of a sequence], with batch = {batch}")
+    found = kv_cache.page_table(table, batch)
     if found.dtype == jnp.int32:
         return jnp.asarray(found)
     names_one = (found >= 0) & (found < pages)

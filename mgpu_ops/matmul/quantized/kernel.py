@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, inflight, tile_scheduler
 from mgpu_ops.core.cluster import ClusterSum
-from mgpu_ops.core.epilogue import along, residual_of_tile, store_tile
+from mgpu_ops.core.epilogue import along, if_it_stores, residual_of_tile, store_tile
 from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import consumer_registers, resident_clusters
@@ -321,16 +321,9 @@ class Block:
                 engine.copy_gmem_to_smem(src, self.out_smem.at[wg, buffer], self.residual_arrived.at[wg])
 
         if storing_warpgroups(self.c) < self.c.compute_warpgroups:
-            pl.when(self.wg == 0)(lambda: self._in_storing_block(load))
+            pl.when(self.wg == 0)(lambda: if_it_stores(self.c.cluster, load))
         else:
-            self._in_storing_block(load)
-
-    def _in_storing_block(self, then: Callable[[], None]) -> None:
-        """Runs `then` in the blocks that store: of a cluster along k, the first."""
-        if self.c.cluster == "k":
-            pl.when(lax.axis_index("cluster") == 0)(then)
-        else:
-            then()
+            if_it_stores(self.c.cluster, load)
 
     def store(self, number: jax.Array, sums: tuple[jax.Array, ...]) -> None:
         """Adds up the sums of warpgroups and of the cluster where they share k, and stores the tile transposed."""
@@ -363,7 +356,7 @@ class Block:
     def _store(self, number: jax.Array, tile: Tile, sums: tuple[jax.Array, ...]) -> None:
         wg = lax.axis_index("wg") if self.c.wg_dimension == "n" else 0
         if self.residual is not None:
-            self._in_storing_block(lambda: plgpu.barrier_wait(self.residual_arrived.at[wg]))
+            if_it_stores(self.c.cluster, lambda: plgpu.barrier_wait(self.residual_arrived.at[wg]))
         for i, (row, values) in enumerate(zip(self.row_blocks, sums, strict=True)):
             first = tile.column + self.first_row + row
             staging, added = self.out_smem.at[wg], None
