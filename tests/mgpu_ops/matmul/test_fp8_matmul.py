@@ -224,9 +224,9 @@ def test_a_layer_learns_as_in_bfloat16():
 
 @thorough.only_in_all
 def test_a_language_model_learns_as_in_bfloat16_with_each_recipe():
-    """docs/ops/fp8.md has the losses of more steps."""
+    """docs/ops/fp8.md has the losses of more steps. After 100 the loss still falls fast, and recipes are up to 2.6 % apart."""
     last = {
-        name: fp8_convergence.last(fp8_convergence.losses(recipe, steps=100))
+        name: fp8_convergence.last(fp8_convergence.losses(recipe, steps=200))
         for name, recipe in fp8_convergence.RECIPES.items()
     }
     assert max(last.values()) < 1.02 * last["bfloat16"]
