@@ -115,8 +115,8 @@ def paged(positions: list[int], dtype: Any = BF16, **sizes: Any) -> tuple[list[A
 
 def into_pages(given: list[Any], rows: list[tuple[int, int] | None]) -> list[np.ndarray]:
     """`written_out`, whose new rows are put where `rows` says: page and row, or None for nowhere."""
-    contiguous = [normal(0, 3, 1, *given[3].shape[2:], dtype=given[3].dtype)] * 2
-    q, *new = written_out(*given[:3], *contiguous, jnp.zeros(3, jnp.int32))
+    contiguous = [normal(0, len(rows), 1, *given[3].shape[2:], dtype=given[3].dtype)] * 2
+    q, *new = written_out(*given[:3], *contiguous, jnp.zeros(len(rows), jnp.int32))
     pools = [np.array(pool, np.float64) for pool in given[3:5]]
     for b, at in enumerate(rows):
         for pool, of in zip(pools, new, strict=True):
@@ -484,6 +484,24 @@ def test_random_sizes_with_norms_of_heads_are_those_in_float64(seed, assert_near
         for y, again, z in zip(first, second, normalised(given, **options), strict=True):
             assert_near(y, z, 4e-3)
             np.testing.assert_array_equal(y, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(6))
+def test_random_pages_are_right_and_no_others_are_written(seed, assert_near):
+    rng = np.random.default_rng(seed)
+    kv_heads, head_dim = [(8, 128), (4, 64), (2, 256), (16, 64), (8, 192), (1, 256)][seed]
+    batch, group, page_size, pages = (int(rng.integers(1, n)) for n in (70, 9, 65, 20))
+    table = rng.permutation(batch * pages + 2)[: batch * pages].reshape(batch, pages)
+    table[rng.random(table.shape) < 0.2] = rng.choice([-1, -(2**31), batch * pages + 2, 2**31 - 1])
+    given = arrays(batch, 1, kv_heads * group, kv_heads, head_dim)
+    given[3:5] = [normal(of, batch * pages + 2, page_size, kv_heads, head_dim, dtype=BF16) for of in (7, 8)]
+    given[5] = jnp.asarray(rng.integers(0, pages * page_size, batch))
+    rows = [(int(table[b, at // page_size]), at % page_size) for b, at in enumerate(given[5].tolist())]
+    wanted = into_pages(given, [row if 0 <= row[0] < batch * pages + 2 else None for row in rows])
+    run = jax.jit(functools.partial(rotary_into_cache, backend="mosaic"), donate_argnums=(3, 4))
+    for y, z in zip(run(*given, page_table=jnp.asarray(table, jnp.int32)), wanted, strict=True):
+        assert_near(y, z, 4e-3)
 
 
 # --- A cache of 8 bits
