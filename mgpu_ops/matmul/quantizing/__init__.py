@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ from mgpu_ops.matmul.quantizing.problem import (
     computed,
     flops,
     inputs,
+    of_row_scale,
+    row_of,
     smem_bytes,
     supports,
     tolerance,
@@ -75,13 +78,34 @@ def both_ways(
     of: str = "array",
     amax: str = "none",
     schemes: tuple[str, str] = ("tensor", "tensor"),
+    index: jax.Array | None = None,
+    row_scale: jax.Array | None = None,
     backend: dispatch.Backend | None = None,
 ) -> tuple[jax.Array, ...]:
-    """What a `Problem` of these arrays [rows, columns] gives: values and transpose of each result, then what is found."""
-    rows, columns = arrays[0].shape
-    problem = Problem(rows, columns, arrays[0].dtype.name, jnp.dtype(out_dtype).name, of, amax, *schemes)
-    found: tuple[jax.Array, ...] = _batchable(problem, backend)(*arrays, *scales)
-    return found
+    """What a `Problem` of these arrays gives: values and transpose of each result, then what is found.
+
+    arrays: [rows, columns], or [batch, rows, columns]. index: of each row of the result, the number of one of the array's, and
+    else of none. row_scale: a factor of each row, float32.
+    """
+    *batch, rows, columns = arrays[0].shape
+    problem = Problem(
+        rows if index is None else index.size,
+        columns,
+        arrays[0].dtype.name,
+        jnp.dtype(out_dtype).name,
+        of,
+        amax,
+        *schemes,
+        batch=math.prod(batch),
+        gathered=0 if index is None else rows,
+        row_scale=row_scale is not None,
+    )
+    of_rows = [one for one in (index, row_scale) if one is not None]
+    if problem.batch == 1 and batch:
+        found = both_ways([x[0] for x in arrays], scales, out_dtype, of=of, amax=amax, schemes=schemes, backend=backend)
+        count = 2 * problem.results * problem.writes
+        return (*(x[None] for x in found[:count]), *found[count:])
+    return tuple(_batchable(problem, backend)(*arrays, *of_rows, *scales))
 
 
 def _rule(problem: Problem, *_: jax.Array) -> partition.Rule:
@@ -90,9 +114,12 @@ def _rule(problem: Problem, *_: jax.Array) -> partition.Rule:
     if p.by_tile:
         return partition.Rule("quantize", "ROWS COLUMNS -> ROWS COLUMNS, COLUMNS ROWS, R_A C_A, R_B C_B")
     scales = ["rows", "columns"] if p.scheme == "row" else [""] * p.results * p.writes
-    values = ["rows columns", "columns rows"] * p.results * p.writes
+    batch = "batch " * (p.batch > 1)
+    values = [f"{batch}rows columns", f"{batch}columns rows"] * p.results * p.writes
     found = [""] * p.results * p.finds
-    dimensions = f"{', '.join([*['rows columns'] * p.sources, *scales])} -> {', '.join([*values, *found])}"
+    source = "ROWS columns" if p.gathered else values[0] if p.writes else "rows columns"
+    given = [*[source] * p.sources, *["rows"] * (p.given - p.sources), *scales]
+    dimensions = f"{', '.join(given)} -> {', '.join([*values, *found, *['rows'] * p.sums_rows])}"
     return partition.Rule("quantize", dimensions, largest=tuple(range(len(values), len(values) + len(found))))
 
 
@@ -103,8 +130,7 @@ def _batchable(problem: Problem, backend: dispatch.Backend | None) -> Any:
     def one_device(*arrays: jax.Array) -> Any:
         # What was asked for the products says nothing of this kernel, but that XLA is to run all.
         named = "xla" if backend == "xla" else None
-        rows, columns = arrays[0].shape
-        own = dataclasses.replace(problem, rows=rows, columns=columns)
+        own = _of_part(problem, *arrays)
         return dispatch.run(SPEC, own, arrays, config=None, backend=named)
 
     rounded_once = jax.custom_batching.custom_vmap(
@@ -121,6 +147,14 @@ def _batchable(problem: Problem, backend: dispatch.Backend | None) -> Any:
     return jax.jit(rounded_once)
 
 
+def _of_part(p: Problem, *arrays: jax.Array) -> Problem:
+    """The problem of one device's part of the arrays."""
+    *batch, rows, columns = arrays[0].shape
+    if p.gathered:
+        return dataclasses.replace(p, rows=arrays[1].size, columns=columns)
+    return dataclasses.replace(p, rows=rows, columns=columns, batch=math.prod(batch))
+
+
 def reference(problem: Problem, *arrays: jax.Array) -> Any:
     """The same through XLA. It likes to transpose what values are computed from: told how arrays lie, it transposes 8 bits."""
     p, kind = problem, jnp.dtype(problem.to)
@@ -130,13 +164,18 @@ def reference(problem: Problem, *arrays: jax.Array) -> Any:
     if p.scheme == "row":
         array, scales, scales_t = arrays
         return with_scale(array, scales[:, None], kind), with_scale(array.mT, scales_t[:, None], kind)
-    x = computed(p.of, *(_rows_first(one) for one in arrays[: p.sources]))
+    read, of_rows = arrays[: p.sources], arrays[p.sources : p.given]
+    if p.gathered:
+        rows, known = row_of(of_rows[0], p.gathered)
+        read = (jnp.where(known[:, None], read[0][rows], 0),)
+    x = computed(p.of, *(_rows_first(one) for one in read), by=of_rows[-1] if p.row_scale else None)
     out: list[jax.Array] = []
-    for array, scale in zip(x, arrays[p.sources :], strict=False):
+    for array, scale in zip(x, arrays[p.given :], strict=False):
         # One kernel rounds, another transposes.
         values = jax.lax.optimization_barrier(_rows_first(with_scale(array, scale, kind)))
         out += [values, values.mT]
-    return (*out, *(largest_finite(one) for one in x if p.finds))
+    sums = (of_row_scale(*read),) if p.sums_rows else ()
+    return (*out, *(largest_finite(one) for one in x if p.finds), *sums)
 
 
 def _both(p: Problem, x: jax.Array) -> tuple[tuple[jax.Array, str], tuple[jax.Array, str]]:
@@ -144,7 +183,7 @@ def _both(p: Problem, x: jax.Array) -> tuple[tuple[jax.Array, str], tuple[jax.Ar
 
 
 def _rows_first(x: jax.Array) -> jax.Array:
-    return with_layout_constraint(x, Layout(major_to_minor=(0, 1)))
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:

@@ -13,6 +13,7 @@ Source: PTX ISA, "prmt", "cvt", "div.full".
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,15 +31,17 @@ from mgpu_ops.core import engine
 from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
+from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.core.narrow import floats, four
 from mgpu_ops.core.registers import i32
-from mgpu_ops.matmul.quantizing.problem import ROWS, WARPS, Config, Problem, computed, tiles
+from mgpu_ops.matmul.quantizing.problem import ROWS, WARPS, Config, Problem, computed, of_row_scale, row_of, tiles
 from mgpu_ops.matmul.quantizing.tile import (
     Chunk,
     Place,
     Tile,
     address,
     i64,
+    i64_of,
     less,
     load,
     offset_of,
@@ -51,43 +54,56 @@ from mgpu_ops.matmul.rounding import largest_finite
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
-    """For each result its values and their transpose; then the largest absolute value of each (`Problem`).
+    """For each result its values and their transpose; then the largest absolute value of each, and sums of rows (`Problem`).
 
-    arrays: those of `Problem.of`, then a scale for each result unless only the largest are asked for.
+    arrays: those of `Problem.of`, numbers and scales of rows, then a scale for each result unless only the largest are asked
+    for.
     """
     p, c = problem, config
     down, across = tiles(p, c)
-    results, sources = p.results, p.sources
-    kind = jnp.dtype(p.to)
-    both = [jax.ShapeDtypeStruct((p.rows, p.columns), kind), jax.ShapeDtypeStruct((p.columns, p.rows), kind)]
+    results, blocks = p.results, p.batch * down * across
+    kind, batch = jnp.dtype(p.to), (p.batch,) * (p.batch > 1)
+    both = [jax.ShapeDtypeStruct((*batch, *sides), kind) for sides in ((p.rows, p.columns), (p.columns, p.rows))]
     values = both * (results * p.writes)
-    largest = [jax.ShapeDtypeStruct((down * across * WARPS,), jnp.float32)] * (results * p.finds)
+    largest = [jax.ShapeDtypeStruct((blocks * WARPS,), jnp.float32)] * (results * p.finds)
+    sums = [jax.ShapeDtypeStruct((across * p.rows,), jnp.float32)] * p.sums_rows  # of each tile's columns
 
     def body(*refs: Any, smem: Any = None) -> None:
         taken = iter(refs)
-        read, scales = (tuple(itertools.islice(taken, count)) for count in (sources, results * p.writes))
+        counts = p.sources, p.gathered > 0, p.row_scale, results * p.writes
+        read, index, of_rows, scales = (tuple(itertools.islice(taken, count)) for count in counts)
         written = tuple((next(taken), next(taken)) for _ in scales)
-        held = _Refs(read, scales, written, tuple(taken), smem)
+        found = tuple(itertools.islice(taken, len(largest)))
+        held = _Refs(read, index, of_rows, scales, written, found, tuple(taken), smem)
         (_interpreted if interpreting() else _compiled)(Tile.of(p, c), held)
 
     run = engine.kernel(
         body,
-        engine.Launch(f"mgpu_ops_quantize_{p.of}", {"block": down * across}, warpgroups=1, interpret=interpret),
-        out_type=(*values, *largest),
+        engine.Launch(f"mgpu_ops_quantize_{p.of}", {"block": blocks}, warpgroups=1, interpret=interpret),
+        out_type=(*values, *largest, *sums),
         scratch_types={"smem": plgpu.SMEM((results, c.tile_columns * c.tile_rows), jnp.uint8)} if p.writes else {},
     )
-    found = run(*arrays[:sources], *(jnp.reshape(scale, (1,)) for scale in arrays[sources:]))
-    return (*found[: len(values)], *(jnp.max(of_warps) for of_warps in found[len(values) :]))
+    found = iter(run(*arrays[: p.given], *(jnp.reshape(scale, (1,)) for scale in arrays[p.given :])))
+    rounded = list(itertools.islice(found, len(values)))
+    most = [jnp.max(of_warps) for of_warps in itertools.islice(found, len(largest))]
+    return (*rounded, *most, *(of_tiles.reshape(across, p.rows).sum(0) for of_tiles in found))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    """The arrays of a launch: what is read, and of each result its scale, values and their transpose, and the largest."""
+    """The arrays of a launch.
+
+    sources: what is read. index, of_rows: the numbers of its rows and a factor of each row, if there are any. scales, values,
+    largest: of each result its scale, values and their transpose, and the largest of each warp. sums: of rows, of each tile.
+    """
 
     sources: tuple[Any, ...]
+    index: tuple[Any, ...]
+    of_rows: tuple[Any, ...]
     scales: tuple[Any, ...]
     values: tuple[tuple[Any, Any], ...]
     largest: tuple[Any, ...]
+    sums: tuple[Any, ...]
     smem: Any
 
 
@@ -106,14 +122,24 @@ def _interpreted(tile: Tile, refs: _Refs) -> None:
         @pl.when((row < p.rows) & (column < p.columns))
         def _() -> None:
             at = square(row, column)
-            found = computed(p.of, *(source[at] for source in refs.sources))
+            matrix = (tile.matrix,) * (p.batch > 1)
+            if refs.index:
+                numbers, known = row_of(refs.index[0][at[0]], p.gathered)
+                read = [jnp.where(known[:, None], refs.sources[0][:, at[1]][numbers], 0)]
+            else:
+                read = [source[(*matrix, *at)] for source in refs.sources]
+            found = computed(p.of, *read, by=refs.of_rows[0][at[0]] if refs.of_rows else None)
             for number, scale, (values, transposed) in zip(found, refs.scales, refs.values, strict=False):
                 rounded = with_scale(number, scale[0], jnp.dtype(p.to))
-                values[at] = rounded
-                transposed[at[::-1]] = rounded.T
+                values[(*matrix, *at)] = rounded
+                transposed[(*matrix, *at[::-1])] = rounded.T
             for number, largest in zip(found, refs.largest, strict=False):
                 warp = tile.block * WARPS + lax.rem(down, jnp.int32(WARPS))
                 largest[warp] = jnp.maximum(largest[warp], largest_finite(number))
+            for sums in refs.sums:
+                of_tile = pl.ds(lax.div(tile.column, jnp.int32(c.tile_columns)) * p.rows + row, ROWS)
+                before = jnp.where(column == tile.column, 0.0, sums[of_tile])
+                sums[of_tile] = before + of_row_scale(*read)
 
     lax.fori_loop(0, c.tile_rows // ROWS * across, each, None)
 
@@ -125,18 +151,24 @@ def _compiled(tile: Tile, refs: _Refs) -> None:
     p, c = tile.problem, tile.config
     scalar, ref = plgpu.Layout.WG_SPLAT, plgpu.RefType()
     smem = () if refs.smem is None else (refs.smem,)
-    operands = (refs.sources, refs.scales, refs.values, refs.largest, smem)
+    operands = (refs.sources, refs.index, refs.of_rows, refs.scales, refs.values, refs.largest, refs.sums, smem)
+    places = (tile.block, tile.row, tile.column, *[tile.matrix] * (p.batch > 1))
 
-    @plgpu.inline_mgpu(arg_types=(scalar, scalar, scalar, jax.tree.map(lambda _: ref, operands)))
-    def run(_: Any, block: Any, row: Any, column: Any, operands: Any) -> None:
-        sources, scales, values, largest, smem = jax.tree.map(address, operands)
-        block, row, column = (one.registers.item() for one in (block, row, column))
+    @plgpu.inline_mgpu(arg_types=((scalar,) * len(places), jax.tree.map(lambda _: ref, operands)))
+    def run(_: Any, places: Any, operands: Any) -> None:
+        sources, index, of_rows, scales, values, largest, sums, smem = jax.tree.map(address, operands)
+        block, row, column, *matrix = (one.registers.item() for one in places)
+        for number in matrix:
+            before = arith.muli(i64_of(number), i64(p.rows * p.columns))
+            sources = tuple(arith.addi(one, arith.muli(before, i64(itemsize_of(p.dtype)))) for one in sources)
+            values = tuple((arith.addi(one, before), arith.addi(other, before)) for one, other in values)
         place = Place.of(p, c, row, column)
         by = [mosaic.inline_ptx("ld.global.nc.f32 $0, [$1];", scale, result_types=ir.F32Type.get()) for scale in scales]
         own = [arith.addi(smem[0], i32(number * c.tile_columns * c.tile_rows)) for number in range(len(values))]
         seen = [i32(0)] * len(largest)
         for chunk in place.chunks():
-            found, seen = _round(chunk, sources, by, [first for first, _ in values], seen)
+            rows_of = _Rows.of(chunk, index, of_rows, sums)
+            found, seen = _round(chunk, sources, by, [first for first, _ in values], seen, rows_of)
             for rows, start in zip(found, own, strict=True):
                 chunk.store_transposed(start, rows)
         for one, where in zip(seen, largest, strict=True):
@@ -146,26 +178,64 @@ def _compiled(tile: Tile, refs: _Refs) -> None:
         for start, (_, transposed) in zip(own, values, strict=True):
             store_transposed(place, start, transposed)
 
-    run(tile.block, tile.row, tile.column, operands)
+    run(places, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """What a thread knows of the 16 rows of a chunk.
+
+    starts: where each begins in what is read, and whether there is such a row; empty where these are the chunk's own. factors:
+    of each row, or none. sums: where the sums of the rows go, or nowhere.
+    """
+
+    starts: list[tuple[Any, Any]]
+    factors: list[Any]
+    sums: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, chunk: Chunk, index: Sequence[Any], of_rows: Sequence[Any], sums: Sequence[Any]) -> _Rows:
+        p = chunk.place.problem
+        starts: list[tuple[Any, Any]] = []
+        for number in chunk.of_rows(index[0], word()) if index else ():
+            known = arith.cmpi(arith.CmpIPredicate.ult, number, i32(p.gathered))
+            starts.append((offset_of(arith.select(known, number, i32(0)), p.columns, chunk.place.first), known))
+        return cls(starts, chunk.of_rows(of_rows[0], ir.F32Type.get()) if of_rows else [], tuple(sums))
+
+    def load(self, chunk: Chunk, source: Any, i: int, how: str) -> list[Any]:
+        """A thread's columns of row i, as words; zeros where there is no such row."""
+        p, c = chunk.place.problem, chunk.place.config
+        if not self.starts:
+            return load(p, c, source, chunk.offset(i), how)
+        start, known = self.starts[i]
+        return [arith.select(known, one, i32(0)) for one in load(p, c, source, start, how)]
+
+    def scaled(self, i: int, results: Sequence[Any]) -> Sequence[Any]:
+        """The results of a column times row i's factor."""
+        return [arith.mulf(x, self.factors[i]) for x in results] if self.factors else results
 
 
 def _round(
-    chunk: Chunk, sources: Sequence[Any], by: Sequence[Any], values: Sequence[Any], seen: Sequence[Any]
+    chunk: Chunk, sources: Sequence[Any], by: Sequence[Any], values: Sequence[Any], seen: Sequence[Any], rows_of: _Rows
 ) -> tuple[list[list[list[Any]]], list[Any]]:
     """Of each result 16 rows of a thread's columns, each as words of 4 bytes, and the largest absolute value with them.
 
-    The rows are stored into each result's values.
+    The rows are stored into each result's values, and where they are wanted their sums.
     """
     p, c = chunk.place.problem, chunk.place.config
     # The compiler moves loads of what it knows to be constant (.nc) ahead of stores, as many as it has registers for.
     how = ".L1::no_allocate" if c.ahead else ".nc.L1::no_allocate"
     found: list[list[list[Any]]] = [[] for _ in by]
-    seen = list(seen)
+    seen, sums = list(seen), []
     for rows in itertools.batched(range(ROWS), c.ahead or ROWS):  # so many are loaded before the first is rounded
-        loaded = [[load(p, c, source, chunk.offset(i), how) for source in sources] for i in rows]
+        loaded = [[rows_of.load(chunk, source, i, how) for source in sources] for i in rows]
         for i, words in zip(rows, loaded, strict=True):
             numbers = [floats(p.dtype, of_one) for of_one in words]
-            results = list(zip(*(_COMPUTED[p.of](*each) for each in zip(*numbers, strict=True)), strict=True))
+            each = [_COMPUTED[p.of](*of_column) for of_column in zip(*numbers, strict=True)]
+            if rows_of.sums:  # of d silu(gate) times up
+                products = [arith.mulf(of_up, up) for (_, of_up), up in zip(each, numbers[-1], strict=True)]
+                sums.append(_of_warp(functools.reduce(arith.addf, products), chunk.place.inside))
+            results = list(zip(*(rows_of.scaled(i, of_column) for of_column in each), strict=True))
             for number, scale in enumerate(by):
                 x = results[number]
                 rounded = [four(p.to, x[j : j + 4], [scale] * 4) for j in range(0, c.lane, 4)]
@@ -174,7 +244,28 @@ def _round(
             seen = [_larger(largest, results[number]) for number, largest in enumerate(seen)]
         for largest in seen:
             _settle(largest)
+    for where in rows_of.sums:
+        _store_sums(chunk, sums, where)
     return found, seen
+
+
+def _of_warp(x: Any, counts: Any) -> Any:
+    """The sum over a warp's threads, of those that count."""
+    x = arith.select(counts, x, mosaic.c(0.0, ir.F32Type.get()))
+    for distance in (16, 8, 4, 2, 1):
+        code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;"
+        x = arith.addf(x, mosaic.inline_ptx(code, x, result_types=ir.F32Type.get(), has_side_effects=True, convergent=True))
+    return x
+
+
+def _store_sums(chunk: Chunk, sums: Sequence[Any], where: Any) -> None:
+    """The sums of 16 rows over a tile's columns, by the warp's first thread."""
+    place = chunk.place
+    tile = arith.divui(place.column, i32(place.config.tile_columns))
+    at = arith.addi(where, arith.muli(offset_of(tile, place.problem.rows, chunk.row), i64(4)))
+    mine = arith.andi(chunk.mine, less(place.lane, 1))
+    for i in range(0, ROWS, 4):
+        store(at, i64(4 * i), sums[i : i + 4], "global", mine)
 
 
 _SIGMOID = (

@@ -27,7 +27,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     down, across = tiles(p, c)
     whole = down * c.tile_rows * across * c.tile_columns / (p.rows * p.columns)
     size = c.tile_rows * c.tile_columns / (128 * 128)
-    waves = math.ceil(down * across / (gpu.sms * _BLOCKS))
+    waves = math.ceil(p.batch * down * across / (gpu.sms * _BLOCKS))
     best = 4 if p.finds and p.of != "gate_gradient" else 8  # results/2026-11-27-h200-quantize-largest.jsonl
     held = 1 + 0.02 * abs(math.log2((c.ahead or 32) / best)) + 0.02 * (c.order == "columns")
     return _LAUNCH + whole**0.5 * held * bytes_moved(p) / (_MEMORY * gpu.memory_bytes_per_s) + size * _TILE * (1 + 0.01 * waves)
@@ -42,7 +42,7 @@ def baseline_cost(problem: Problem, gpu: Gpu) -> float | None:
         return None
     if problem.writes:
         return _XLA_LAUNCH + bytes_moved(problem) / (_XLA_MEMORY * gpu.memory_bytes_per_s)
-    computing = _XLA_COMPUTES.get(problem.of, 0.0) * problem.rows * problem.columns
+    computing = _XLA_COMPUTES.get(problem.of, 0.0) * problem.batch * problem.rows * problem.columns
     return _XLA_LAUNCH + max(bytes_moved(problem) / (_XLA_READS * gpu.memory_bytes_per_s), computing)
 
 
@@ -51,12 +51,14 @@ space, candidates, default = _choices.space, _choices.candidates, _choices.defau
 
 
 def distance(a: Problem, b: Problem) -> float | None:
-    """How far two problems are, in doublings of rows and columns."""
-    if (a.dtype, a.of, a.amax, a.scheme, a.scheme_t) != (b.dtype, b.of, b.amax, b.scheme, b.scheme_t):
+    """How far two problems are, in doublings of rows, columns and the batch."""
+    kinds = ((p.dtype, p.of, p.amax, p.scheme, p.scheme_t, p.gathered > 0, p.row_scale) for p in (a, b))
+    if len(set(kinds)) > 1:
         return None
     if a == b:
         return 0.0
-    if min(a.rows, a.columns, b.rows, b.columns) < 1:
+    sides = [(p.rows, p.columns, p.batch) for p in (a, b)]
+    if min(map(min, sides)) < 1:
         return None
-    far = abs(math.log2(a.columns / b.columns)) + abs(math.log2(a.rows / b.rows))
+    far = sum(abs(math.log2(x / y)) for x, y in zip(*sides, strict=True))
     return 0.5 * far + 0.05 * (a.to != b.to)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from mgpu_ops.core.choices import outside
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import FLOAT8, check_fields, itemsize_of, supports_sizes
+from mgpu_ops.core.limits import FLOAT8, MAX_SIZE, check_fields, itemsize_of, supports_sizes
 
 ROWS = 16  # that a warp takes at a time: a thread then has 16 bytes of each of its columns
 WARPS = 4  # of a block
@@ -36,6 +36,11 @@ class Problem:
     amax: the largest absolute value of x that is finite: "none" of it, "also" it, or "only" it and no values.
     scheme, scheme_t: what shares a scale in values and values_t, as in `quantize`. "tensor" or "row" of both: scales are given,
       one for each x, or [rows] and [columns]. "block" and "square": they are found, and results too.
+    batch: arrays are [batch, rows, columns], and values_t [batch, columns, rows], with the scales of one array.
+    gathered: 0, or of how many rows the array is that is read: int32 [rows] say which of them is each row of x. What is no
+      number of a row says that x has zeros there.
+    row_scale: a gate, or its gradients, are multiplied by a float32 for each row. With the gradients of a gate there is another
+      result, float32 [rows]: that of this scale, the sum of d silu(gate) up over a row.
     """
 
     rows: int
@@ -46,6 +51,9 @@ class Problem:
     amax: str = "none"
     scheme: str = "tensor"
     scheme_t: str = "tensor"
+    batch: int = 1
+    gathered: int = 0
+    row_scale: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -72,6 +80,16 @@ class Problem:
     def by_tile(self) -> bool:
         """Whether scales are found, tile by tile."""
         return self.scheme in ("block", "square")
+
+    @property
+    def sums_rows(self) -> bool:
+        """Whether the gradient of the row scale is found."""
+        return self.row_scale and self.of == "gate_gradient" and self.writes
+
+    @property
+    def given(self) -> int:
+        """Arrays that are read, and the numbers and scales of rows."""
+        return self.sources + (self.gathered > 0) + self.row_scale
 
     @property
     def finds(self) -> bool:
@@ -129,7 +147,20 @@ SHAPES = {
     "llama3-8b-w-up-square": Problem(_WIDTH, _HIDDEN, scheme="square", scheme_t="square"),
     "llama3-8b-dhidden-block": Problem(_TOKENS, _HIDDEN, to="float8_e5m2", scheme="block", scheme_t="square"),
 }
-SUITES: dict[str, Sequence[str]] = {"llama3-8b": list(SHAPES)}
+# Those of a layer of 64 experts of 2560 x 1280, top-4, of 16384 tokens (docs/kernels/moe.md): rows padded for each expert.
+_ROWS, _D, _H = 73600, 2560, 1280
+_MOE = {
+    "moe-x": Problem(_ROWS, _D, gathered=16384),
+    "moe-dy": Problem(_ROWS, _D, to="float8_e5m2", gathered=16384),
+    "moe-w-gate": Problem(_D, _H, batch=64),
+    "moe-w-down": Problem(_H, _D, batch=64),
+    "moe-gate": Problem(_ROWS, _H, of="gate", row_scale=True),
+    "moe-gate-amax": Problem(_ROWS, _H, of="gate", amax="only", row_scale=True),
+    "moe-gate-gradient": Problem(_ROWS, _H, to="float8_e5m2", of="gate_gradient", row_scale=True),
+    "moe-gate-gradient-amax": Problem(_ROWS, _H, to="float8_e5m2", of="gate_gradient", amax="only", row_scale=True),
+}
+SUITES: dict[str, Sequence[str]] = {"llama3-8b": list(SHAPES), "moe": list(_MOE)}
+SHAPES |= _MOE
 
 # --- What can run ---------------------------------------------------------------------------------------------------
 
@@ -143,7 +174,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"dtype {p.dtype} is not one of {', '.join(DTYPES)}: cast, or use backend='xla'"
     if p.to not in FLOAT8:
         return f"to={p.to} is not one of {', '.join(FLOAT8)}"
-    if reason := supports_sizes(p, ("rows", "columns")):
+    if reason := supports_sizes(p, ("rows", "columns", "batch")):
         return reason
     for name in ("rows", "columns"):
         if (size := getattr(p, name)) % ROWS:
@@ -154,8 +185,18 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"scheme={p.scheme} is of an array and without its largest value, not of={p.of} and amax={p.amax}"
     if p.scheme != "tensor" and p.dtype == "float32":
         return f"scheme={p.scheme} of float32 takes more registers than there are: cast to bfloat16, or use backend='xla'"
-    if p.rows * p.columns > MAX_ELEMENTS:
-        return f"{p.rows * p.columns} numbers are more than {MAX_ELEMENTS}: split the array, or use backend='xla'"
+    if (p.batch > 1 or p.gathered) and (p.of, p.scheme) != ("array", "tensor"):
+        return f"batch={p.batch} and gathered={p.gathered} are of an array with one scale, not of={p.of}, scheme={p.scheme}"
+    if p.batch > 1 and p.gathered:
+        return f"batch={p.batch} and gathered={p.gathered}: rows are gathered of one matrix"
+    if p.gathered > MAX_SIZE:
+        return f"gathered={p.gathered} rows are more than {MAX_SIZE}: split the array, or use backend='xla'"
+    if p.row_scale and p.of == "array":
+        return "row_scale is of gates and their gradients, not of=array: multiply before"
+    if (numbers := max(p.rows, p.gathered) * p.columns) > MAX_ELEMENTS:
+        return f"{numbers} numbers are more than {MAX_ELEMENTS}: split the array, or use backend='xla'"
+    if (found := p.batch * math.prod(tiles(p, _SMALLEST))) > MAX_SIZE:
+        return f"{found} tiles are more than {MAX_SIZE}: split the array, or use backend='xla'"
     return None
 
 
@@ -172,11 +213,12 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     return None
 
 
+_SMALLEST = Config(128, 4, 0, "rows")
 _REGISTERS = 128  # of 255, without addresses and what is being computed
 
 
 def tiles(problem: Problem, config: Config) -> tuple[int, int]:
-    """Tiles below each other, and beside each other."""
+    """Tiles below each other, and beside each other, of one matrix."""
     return math.ceil(problem.rows / config.tile_rows), math.ceil(problem.columns / config.tile_columns)
 
 
@@ -189,28 +231,43 @@ def smem_bytes(problem: Problem, config: Config) -> int:
 # --- What a problem takes and gives --------------------------------------------------------------------------------
 
 
-def computed(of: str, *x: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays x of `Problem`, float32, of those that are read."""
+def computed(of: str, *x: jax.Array, by: jax.Array | None = None) -> tuple[jax.Array, ...]:
+    """The arrays x of `Problem`, float32, of those that are read. by: a factor of each row."""
     x = tuple(array.astype(jnp.float32) for array in x)
     if of == "array":
         return x
     *gradient, gate, up = x
     s = jax.nn.sigmoid(gate)
     if of == "gate":
-        return (gate * s * up,)
-    return gradient[0] * up * (s * (1 + gate * (1 - s))), gradient[0] * (gate * s)
+        found: tuple[jax.Array, ...] = (gate * s * up,)
+    else:
+        found = gradient[0] * up * (s * (1 + gate * (1 - s))), gradient[0] * (gate * s)
+    return found if by is None else tuple(array * by[:, None] for array in found)
+
+
+def of_row_scale(gradient: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The gradient of the row scale of a gate, float32 [rows]."""
+    gradient, gate, up = (array.astype(jnp.float32) for array in (gradient, gate, up))
+    return jnp.sum(gradient * (gate * jax.nn.sigmoid(gate)) * up, 1)
+
+
+def row_of(index: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """Which row each index names, and whether it names one of so many."""
+    return jnp.clip(index, 0, rows - 1), (index >= 0) & (index < rows)
 
 
 def flops(problem: Problem) -> int:
     """A division of each number; or what a gate and its gradient take."""
-    return {"array": 1, "gate": 6, "gate_gradient": 14}[problem.of] * problem.rows * problem.columns
+    return {"array": 1, "gate": 6, "gate_gradient": 14}[problem.of] * problem.batch * problem.rows * problem.columns
 
 
 def bytes_moved(problem: Problem) -> int:
-    """Each array read once and its values written twice."""
+    """Each array read once and its values written twice; of one whose rows are gathered, each row once."""
     p = problem
     scales = sum(4 * math.prod(shape) for shape in scale_shapes(p))
-    return p.rows * p.columns * (p.sources * itemsize_of(p.dtype) + 2 * p.results * p.writes) + scales
+    of_rows = 4 * p.rows * ((p.gathered > 0) + p.row_scale + p.sums_rows)
+    read = (min(p.rows, p.gathered) or p.rows) * p.columns * p.sources * itemsize_of(p.dtype)
+    return p.batch * (read + p.rows * p.columns * 2 * p.results * p.writes) + scales + of_rows
 
 
 def scale_shapes(p: Problem) -> list[tuple[int, ...]]:
@@ -229,7 +286,14 @@ def scale_shapes(p: Problem) -> list[tuple[int, ...]]:
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     """Random normal numbers, and a scale for each result: with it, few saturate."""
     p = problem
-    arrays = [jax.random.normal(one, (p.rows, p.columns), p.dtype) for one in jax.random.split(key, p.sources)]
+    shape = (p.gathered or p.rows, p.columns)
+    shape = shape if p.batch == 1 else (p.batch, *shape)
+    of_rows = jax.random.fold_in(key, 0)
+    arrays = [jax.random.normal(one, shape, p.dtype) for one in jax.random.split(key, p.sources)]
+    if p.gathered:  # one in sixteen names no row
+        arrays.append(jax.random.randint(of_rows, (p.rows,), -(p.gathered // 16) - 1, p.gathered))
+    if p.row_scale:
+        arrays.append(jax.random.uniform(of_rows, (p.rows,), jnp.float32))
     given = [] if p.by_tile else scale_shapes(p)
     return (*arrays, *(jnp.full(shape, 8.0 / float(jnp.finfo(p.to).max), jnp.float32) for shape in given))
 

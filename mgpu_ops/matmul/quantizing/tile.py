@@ -28,11 +28,12 @@ _MOVED = 8  # 16 bytes that a thread has on their way from shared to global memo
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A block's rows and columns, some of which may lie beyond the array."""
+    """A block's rows and columns, some of which may lie beyond the array. matrix: the number of its matrix."""
 
     problem: Problem
     config: Config
     block: jax.Array
+    matrix: jax.Array
     row: jax.Array
     column: jax.Array
 
@@ -41,11 +42,15 @@ class Tile:
         """The tile of the block that asks."""
         block = lax.axis_index("block")
         down, across = tiles(p, c)
+        matrix = jnp.int32(0)
+        of_matrix = block
+        if p.batch > 1:
+            matrix, of_matrix = lax.div(block, jnp.int32(down * across)), lax.rem(block, jnp.int32(down * across))
         if c.order == "rows":  # blocks that run together are below each other
-            row, column = lax.rem(block, jnp.int32(down)), lax.div(block, jnp.int32(down))
+            row, column = lax.rem(of_matrix, jnp.int32(down)), lax.div(of_matrix, jnp.int32(down))
         else:
-            row, column = lax.div(block, jnp.int32(across)), lax.rem(block, jnp.int32(across))
-        return cls(p, c, block, row * c.tile_rows, column * c.tile_columns)
+            row, column = lax.div(of_matrix, jnp.int32(across)), lax.rem(of_matrix, jnp.int32(across))
+        return cls(p, c, block, matrix, row * c.tile_rows, column * c.tile_columns)
 
 
 def square(row: Any, column: Any) -> tuple[Any, Any]:
@@ -116,6 +121,15 @@ class Chunk:
     def offset(self, i: int) -> Any:
         """How many numbers lie before those of row i."""
         return arith.addi(self.start, i64(i * self.place.problem.columns))
+
+    def of_rows(self, numbers: Any, kind: Any) -> list[Any]:
+        """What there is for each of the 16 rows, of numbers of 32 bits for all rows."""
+        start = arith.addi(numbers, arith.muli(i64_of(self.row), i64(4)))
+        found: list[Any] = []
+        for i in range(0, ROWS, 4):
+            code = f"ld.global.nc.v4.b32 {{$0, $1, $2, $3}}, [$4+{4 * i}];"
+            found += mosaic.inline_ptx(code, start, result_types=[kind] * 4)
+        return found
 
     def store_transposed(self, smem: Any, rows: Sequence[Sequence[Any]]) -> None:
         """The bytes of 16 rows, a list of words for each, into shared memory: 16 bytes of each column.

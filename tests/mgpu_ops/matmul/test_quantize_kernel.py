@@ -37,6 +37,13 @@ def bits(x: Any) -> np.ndarray:
         (P(16, 16, "float32", E5M2), C(256, 8, 0, "columns")),
         (P(48, 144, "float16", E4M3, "gate", "only"), C(128, 4, 4, "rows")),
         (P(48, 144, "bfloat16", E5M2, "gate_gradient", "also"), C(128, 4, 4, "columns")),
+        (P(48, 144, batch=3, amax="also"), C(128, 4, 8, "rows")),
+        (P(144, 32, "float32", batch=2), C(128, 4, 0, "columns")),
+        (P(144, 272, gathered=40, amax="also"), C(128, 8, 4, "columns")),
+        (P(48, 144, "float16", E5M2, gathered=100), C(128, 4, 0, "rows")),
+        (P(48, 144, of="gate", row_scale=True, amax="also"), C(128, 4, 4, "rows")),
+        (P(144, 272, to=E5M2, of="gate_gradient", row_scale=True, amax="also"), C(128, 4, 4, "columns")),
+        (P(48, 144, to=E5M2, of="gate_gradient", row_scale=True, amax="only"), C(128, 4, 4, "rows")),
         (P(144, 272, scheme="row", scheme_t="row"), C(128, 4, 0, "rows")),
         (P(272, 144, "float16", scheme="block", scheme_t="block"), C(128, 4, 0, "rows")),
         (P(144, 48, to=E5M2, scheme="block", scheme_t="square"), C(128, 4, 0, "columns")),
@@ -53,7 +60,8 @@ def test_the_interpreted_kernel_gives_the_bits_of_xla_without_races(problem: P, 
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         exact = problem.of == "array" and not problem.by_tile
         if exact or one.dtype == jnp.float32:
-            np.testing.assert_allclose(bits(one), bits(other), rtol=0 if exact else 1e-6)
+            of_rows = problem.sums_rows and one.ndim == 1  # sums of numbers of both signs
+                np.testing.assert_allclose(bits(one), bits(other), rtol=0 if exact else 1e-6, atol=1e-4 if of_rows else 0)
         else:  # compiled, XLA computes gates and scales otherwise than operation by operation: the next number at times
             assert np.abs(bits(one).astype(int) - bits(other).astype(int)).max() <= 1
             assert (bits(one) == bits(other)).mean() > 0.99
