@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from mgpu_ops.grouped.rows import rows_at
 from mgpu_ops.grouped.sizes import Spread
 from mgpu_ops.registry import dispatch, partition
 
-_MATRICES = "E D H, E D H, E H D"  # of a `partition.Rule`: each device has all experts
+MATRICES = "E D H, E D H, E H D"  # of a `partition.Rule`: each device has all experts
 
 
 class MoeDispatch(NamedTuple):
@@ -87,7 +88,17 @@ def moe(
 
     Source: Shazeer et al., arXiv:1701.06538, section 2; see docs/kernels/moe.md.
     """
-    x, logits, w_gate = (floats.array("moe", *of) for of in (("x", x), ("router_logits", router_logits), ("w_gate", w_gate)))
+    options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
+    of_routed = functools.partial(moe_experts, **options)
+    return routed("moe", of_routed, (x, router_logits, w_gate, w_up, w_down), top_k, norm_topk_prob)
+
+
+def routed(
+    op: str, of_routed: Callable[..., jax.Array], given: Sequence[ArrayLike], top_k: int, norm_topk_prob: bool
+) -> jax.Array:
+    """A layer of x, logits and three matrices: `of_routed` of x [tokens, d], weights, experts and the matrices."""
+    names = ("x", "router_logits", "w_gate", "w_up", "w_down")
+    x, logits, w_gate, *others = (floats.array(op, name, one) for name, one in zip(names, given, strict=True))
     if not x.ndim or not logits.ndim or x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(f"x{x.shape} and router_logits{logits.shape} differ: they are [..., d] and [..., experts]")
     if w_gate.ndim == 3 and logits.shape[-1] != w_gate.shape[0]:
@@ -98,15 +109,13 @@ def moe(
     def layer(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> jax.Array:
         tokens = int(np.prod(x.shape[:-1], dtype=np.int64))
         weights, experts = moe_route(logits.reshape(tokens, logits.shape[-1]), top_k, norm_topk_prob=norm_topk_prob)
-        options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
-        return moe_experts(x.reshape(tokens, x.shape[-1]), weights, experts, *matrices, **options).reshape(x.shape)
+        return of_routed(x.reshape(tokens, x.shape[-1]), weights, experts, *matrices).reshape(x.shape)
 
     def rule(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> partition.Rule:
         tokens = " ".join(f"t{i}" for i in range(x.ndim - 1))
-        return partition.Rule("moe", f"{tokens} D, {tokens} E, {_MATRICES} -> {tokens} D")
+        return partition.Rule(op, f"{tokens} D, {tokens} E, {MATRICES} -> {tokens} D")
 
-    w_up, w_down = (floats.array("moe", *of) for of in (("w_up", w_up), ("w_down", w_down)))
-    out: jax.Array = partition.with_first(layer, rule, 2, x, logits, w_gate, w_up, w_down)
+    out: jax.Array = partition.with_first(layer, rule, 2, x, logits, w_gate, *others)
     return out
 
 
@@ -218,7 +227,7 @@ def _sorted(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Arr
     integers.check_count("the rows of all experts, tokens times top_k,", experts.size)
     known = (experts >= 0) & (experts < num_experts)
     key = jnp.where(known, experts, num_experts).astype(jnp.int32).reshape(-1)
-    positions, sizes = _counting_sort(key, num_experts + 1)
+    positions, sizes = counting_sort(key, num_experts + 1)
     counted = jnp.arange(key.size, dtype=jnp.int32)
     positions, counted = mesh.same_mesh_axes(positions, counted)
     order = jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
@@ -238,7 +247,7 @@ def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
     return jnp.asarray(found)
 
 
-def _counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
+def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
     """The place of each key in a stable sort, and how many keys each bucket has, both int32. Keys are below `buckets`.
 
     A key's place is the sum of: the keys in smaller buckets, those of its bucket in blocks before its own, and those in its
@@ -333,9 +342,40 @@ def moe_experts(
 
     Raises ValueError and TypeError for what its parts refuse.
     """
-    weights = floats.array("moe_experts", "weights", weights)
-    given = (("x", x, 2), ("w_gate", w_gate, 3), ("w_up", w_up, 3), ("w_down", w_down, 3))
-    x, w_gate, w_up, w_down = checked_operands("moe_experts", *given)
+    arrays, count = checked_experts(
+        "moe_experts", x, weights, experts, (w_gate, w_up, w_down), num_experts=num_experts, group_offset=group_offset
+    )
+    groups = arrays[3].shape[0]
+    call = _Call(checked_activation(activation), checked_spread(spread), dispatch.requested_backend(backend), count is not None)
+
+    def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
+        matrices, offset = rest[:3], next(iter(rest[3:]), None)
+        sizes, order, positions = _sorted(x, experts, groups if count is None else count)
+        sizes = checked_sizes("moe_experts", sizes, groups, order.size, offset, "w_gate")
+        return _layer(call, *mesh.same_mesh_axes(x, weights, *matrices, sizes, order, positions))
+
+    found: jax.Array = partition.with_first(layer, functools.partial(rule_of_experts, "moe_experts"), 3, *arrays)
+    return found
+
+
+def checked_experts(
+    op: str,
+    x: ArrayLike,
+    weights: ArrayLike,
+    experts: ArrayLike,
+    matrices: Sequence[ArrayLike],
+    *,
+    num_experts: int | None,
+    group_offset: ArrayLike | None,
+    mixed: Sequence[str] = (),
+) -> tuple[list[jax.Array], int | None]:
+    """x, weights, experts, the three matrices and, for a share of the experts, the offset; and how many there are in all.
+
+    mixed: dtypes of which x and the matrices may have different ones. Raises for what does not fit.
+    """
+    weights = floats.array(op, "weights", weights)
+    named = zip(("w_gate", "w_up", "w_down"), matrices, strict=True)
+    x, w_gate, w_up, w_down = checked_operands(op, ("x", x, 2), *((name, one, 3) for name, one in named), mixed=mixed)
     if weights.shape != integers.array("experts", experts).shape:
         raise ValueError(f"weights{weights.shape} and experts{np.shape(experts)} differ: both are [tokens, top_k]")
     if (num_experts is None) != (group_offset is None):
@@ -350,25 +390,16 @@ def moe_experts(
             f"w_gate{w_gate.shape} and w_down{w_down.shape} do not fit x{x.shape}: they are [experts, d, hidden] and "
             "[experts, hidden, d]"
         )
-    call = _Call(
-        checked_activation(activation), checked_spread(spread), dispatch.requested_backend(backend), num_experts is not None
-    )
-
-    def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
-        matrices, offset = rest[:3], next(iter(rest[3:]), None)
-        sizes, order, positions = _sorted(x, experts, w_gate.shape[0] if count is None else count)
-        sizes = checked_sizes("moe_experts", sizes, w_gate.shape[0], order.size, offset, "w_gate")
-        return _layer(call, *mesh.same_mesh_axes(x, weights, *matrices, sizes, order, positions))
-
-    def rule(*arrays: jax.Array) -> partition.Rule:
-        offset = ", " * (len(arrays) > 6)  # it has no dimension
-        return partition.Rule("moe_experts", f"t D, t K, t K, {_MATRICES}{offset} -> t D")
-
     arrays = [x, weights, _numbers_of_experts(experts), w_gate, w_up, w_down]
     if count is not None:
         arrays.append(checked_offset(group_offset, count, w_gate.shape[0], "w_gate"))
-    found: jax.Array = partition.with_first(layer, rule, 3, *arrays)
-    return found
+    return arrays, count
+
+
+def rule_of_experts(op: str, *arrays: jax.Array) -> partition.Rule:
+    """How a layer of what `checked_experts` gives is split over devices."""
+    offset = ", " * (len(arrays) > 6)  # it has no dimension
+    return partition.Rule(op, f"t D, t K, t K, {MATRICES}{offset} -> t D")
 
 
 # --- The layer after routing, with a gradient of its own

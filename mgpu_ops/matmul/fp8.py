@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 import jax
@@ -19,7 +20,7 @@ from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh, order
 from mgpu_ops.matmul import like_the_result, matmul, quantizing
 from mgpu_ops.matmul.arguments import checked_bias, float_dtype
-from mgpu_ops.matmul.rounding import scale_of
+from mgpu_ops.matmul.rounding import scale_of, scale_or_one
 from mgpu_ops.registry import dispatch
 
 type Fp8Scheme = Literal["tensor", "row", "block"]
@@ -202,6 +203,22 @@ def both_ways(
     along, other = ("square" if is_right and call.scheme == "block" else call.scheme for is_right in right)
     values, scales, values_t, scales_t = quantizing.quantized(x, (along, other), dtype, call.backend)
     return (values, scales), (values_t, scales_t), None
+
+
+def of_gates(
+    call: Products, of: str, arrays: tuple[jax.Array, ...], dtype: Any, scales: Sequence[Any], **of_rows: Any
+) -> tuple[list[tuple[Quantized, Quantized]], tuple[jax.Array, ...]]:
+    """Each result of `quantizing.both_ways`, quantized, and the same transposed; then what else that gives.
+
+    scales: of each result. Known ones: then also its largest value. None: it is found before. of_rows: as there.
+    """
+    quantized = functools.partial(quantizing.both_ways, arrays, out_dtype=dtype, of=of, backend=call.backend, **of_rows)
+    known = None not in scales
+    if not known:
+        scales = [scale_or_one(one, dtype) for one in quantized((), amax="only")]
+    found, count = quantized(scales, amax="also" if known else "none"), 2 * len(scales)
+    pairs = zip(found[:count:2], found[1:count:2], scales, strict=True)
+    return [((values, scale), (values_t, scale)) for values, values_t, scale in pairs], found[count:]
 
 
 def of_quantized(call: Products, a: Quantized, b: Quantized, out_dtype: str, **epilogue: Any) -> jax.Array:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -16,21 +15,20 @@ from jax.typing import ArrayLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import mesh, order
-from mgpu_ops.matmul import like_the_result, quantizing
+from mgpu_ops.matmul import like_the_result
 from mgpu_ops.matmul.fp8 import (
     E4M3,
     E5M2,
     FLOATS,
     Fp8State,
     Products,
-    Quantized,
     both_ways,
     checked_state,
     next_state,
+    of_gates,
     of_mesh,
     of_quantized,
 )
-from mgpu_ops.matmul.rounding import scale_or_one
 from mgpu_ops.registry import dispatch
 
 
@@ -52,7 +50,7 @@ class Fp8GatedState(NamedTuple):
 
 
 _NOT_KNOWN: Any = None
-_CURRENT = Fp8GatedState(*[Fp8State(*[_NOT_KNOWN] * len(Fp8State._fields))] * 3)  # scaling, in place of a state
+CURRENT = Fp8GatedState(*[Fp8State(*[_NOT_KNOWN] * len(Fp8State._fields))] * 3)  # scaling, in place of a state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +111,18 @@ def fp8_gated_mlp(
     if residual is not None:
         added = floats.array("fp8_gated_mlp", "residual", residual)
         found["residual"] = lax.collapse(like_the_result(added, shape, call.x_dtype), 0, -1)
-    out: jax.Array = _mlp(call, _checked_state(state), *mesh.same_mesh_axes(*found.values()))
+    out: jax.Array = _mlp(call, checked_gated_state("fp8_gated_mlp", state), *mesh.same_mesh_axes(*found.values()))
     return out.reshape(shape)
 
 
-def _checked_state(state: Any) -> Fp8GatedState | None:
+def checked_gated_state(op: str, state: Any) -> Fp8GatedState | None:
+    """A state or None. Raises, with the op, for what is none."""
     if state is None:
         return None
     if not isinstance(state, Fp8GatedState):
         raise TypeError(f"state is {state!r:.80}: pass a mgpu_ops.Fp8GatedState, as Fp8GatedState.init() makes it")
     names = (f"state.{name}" for name in state._fields)
-    return Fp8GatedState(*(checked_state("fp8_gated_mlp", name, one) for name, one in zip(names, state, strict=True)))
+    return Fp8GatedState(*(checked_state(op, name, one) for name, one in zip(names, state, strict=True)))
 
 
 def _checked(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> tuple[int, ...]:
@@ -152,11 +151,11 @@ def _forward(call: _Call, state: Fp8GatedState | None, x: jax.Array, *arrays: ja
 
     With a state also that, and the largest values of the arrays that are products' inputs and kernels.
     """
-    weights, residual, known = arrays[:3], arrays[3:], state or _CURRENT
+    weights, residual, known = arrays[:3], arrays[3:], state or CURRENT
     x8, x8_t, of_x = both_ways(call, x, known.gate.input_scale, (False, False))
     weights8 = [both_ways(call, w, of.kernel_scale, (True, True)) for w, of in zip(weights, known, strict=True)]
     gate, up = (of_quantized(call, x8, w8_t, call.x_dtype) for _, w8_t, _ in weights8[:2])
-    ((hidden8, hidden8_t),), of_hidden = _gated(call, "gate", (gate, up), E4M3, (known.down.input_scale,))
+    ((hidden8, hidden8_t),), of_hidden = of_gates(call, "gate", (gate, up), E4M3, (known.down.input_scale,))
     out = of_quantized(call, hidden8, weights8[2][1], call.x_dtype, **({"residual": residual[0]} if residual else {}))
     seen = None
     if state is not None:
@@ -167,26 +166,13 @@ def _forward(call: _Call, state: Fp8GatedState | None, x: jax.Array, *arrays: ja
     return out, (gate, up, x8_t, hidden8_t, [w8 for w8, _, _ in weights8], state, seen)
 
 
-def _gated(
-    call: _Call, of: str, arrays: tuple[jax.Array, ...], dtype: Any, scales: Sequence[Any]
-) -> tuple[list[tuple[Quantized, Quantized]], tuple[jax.Array, ...]]:
-    """Each result of a gate, quantized, and the same transposed. With scales that are no None, then also its largest values."""
-    quantized = functools.partial(quantizing.both_ways, arrays, out_dtype=dtype, of=of, backend=call.backend)
-    known = None not in scales
-    if not known:
-        scales = [scale_or_one(one, dtype) for one in quantized((), amax="only")]
-    found, count = quantized(scales, amax="also" if known else "none"), 2 * len(scales)
-    pairs = zip(found[:count:2], found[1:count:2], scales, strict=True)
-    return [((values, scale), (values_t, scale)) for values, values_t, scale in pairs], found[count:]
-
-
 def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     gate, up, x8_t, hidden8_t, (w_gate8, w_up8, w_down8), state, seen = saved
     of_gate, of_up, of_down = call.w_dtypes
-    *of_both, of_down_grad = (of.output_grad_scale for of in state or _CURRENT)
+    *of_both, of_down_grad = (of.output_grad_scale for of in state or CURRENT)
     g8, g8_t, of_g = both_ways(call, g, of_down_grad, (False, True), E5M2)
     d_hidden = of_quantized(call, g8, w_down8, call.x_dtype)
-    ((gate8, gate8_t), (up8, up8_t)), of_gated = _gated(call, "gate_gradient", (d_hidden, gate, up), E5M2, of_both)
+    ((gate8, gate8_t), (up8, up8_t)), of_gated = of_gates(call, "gate_gradient", (d_hidden, gate, up), E5M2, of_both)
     weights = (
         of_quantized(call, x8_t, gate8_t, of_gate),
         of_quantized(call, x8_t, up8_t, of_up),
