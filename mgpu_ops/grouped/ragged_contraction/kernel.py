@@ -135,12 +135,15 @@ class _Stages:
         self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...], meanwhile: Callable[[], None] | None = None
     ) -> None:
         (acc,) = accs
-        lhs_part, rhs_part = share
-        lhs, rhs = self.refs.lhs_smem.at[stage, lhs_part], self.refs.rhs_smem.at[stage, rhs_part]
-        engine.wgmma(acc, engine.transpose_ref(lhs), rhs)
+        engine.wgmma(acc, *self.operands(stage, share))
         if meanwhile is not None:
             meanwhile()
         engine.wgmma_wait(0)  # the stage is read
+
+    def operands(self, stage: jax.Array, share: tuple[Any, ...]) -> tuple[Any, Any]:
+        """What this consumer multiplies of a stage: [its rows, tile_k] and [tile_k, its columns]."""
+        lhs_part, rhs_part = share
+        return engine.transpose_ref(self.refs.lhs_smem.at[stage, lhs_part]), self.refs.rhs_smem.at[stage, rhs_part]
 
     def sums(self, accs: tuple[Any, ...]) -> jax.Array:
         """What is rounded and stored, float32."""
@@ -196,21 +199,14 @@ class _TransposedStages(_Stages):
         """Of rows outside an array TMA makes zeros."""
         c, refs = self.config, self.refs
         columns = pl.ds((lax.div(tile.start, jnp.int32(PADDED)) + step) * PADDED, PADDED)  # a multiple, as the compiler sees
-        for ref, smem, first, width in zip(
-            (refs.lhs, refs.rhs), (refs.lhs_smem, refs.rhs_smem), position, (c.tile_m, c.tile_n), strict=True
-        ):
+        arrays = (refs.lhs, refs.rhs), (refs.lhs_smem, refs.rhs_smem)
+        for ref, smem, first, width in zip(*arrays, position, (c.tile_m, c.tile_n), strict=True):
             engine.copy_gmem_to_smem(ref.at[pl.ds(first, width), columns], smem.at[stage], full)
 
-    def multiply(
-        self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...], meanwhile: Callable[[], None] | None = None
-    ) -> None:
-        (acc,) = accs
+    def operands(self, stage: jax.Array, share: tuple[Any, ...]) -> tuple[Any, Any]:
         sides = zip((self.refs.lhs_smem, self.refs.rhs_smem), share, warpgroup_tile(self.config), strict=True)
         lhs, rhs = (smem.at[stage, pl.ds(part * width, width)] for smem, part, width in sides)
-        engine.wgmma(acc, lhs, engine.transpose_ref(rhs))
-        if meanwhile is not None:
-            meanwhile()
-        engine.wgmma_wait(0)  # the stage is read
+        return lhs, engine.transpose_ref(rhs)
 
     def sums(self, accs: tuple[Any, ...]) -> jax.Array:
         """Times the scale."""
