@@ -30,7 +30,7 @@ from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows, wait_gathered
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups, StaticScheduler
 from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, is_dynamic, panel, storage
-from mgpu_ops.grouped.problem import GroupedProblem, dtype_of_rhs
+from mgpu_ops.grouped.problem import GroupedProblem, MixedProblem, dtype_of_rhs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,7 +391,7 @@ def store_part(c: Config, held: Held, number: int, staging: Any, copy: Copy) -> 
     store_in_turn(staging, iter([(held.parts[number], copy, *epilogue_origins(c)[number])]), number)
 
 
-def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:
+def scratch_types(p: MixedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:
     """The shared memory of a block, for `Refs`: stages of shapes `lhs` and `rhs`, each filled by so many copies."""
     stages = c.max_concurrent_steps
     lhs_row, rhs_row = (engine.operand_transforms(panel(dtype), dtype, 128) for dtype in (p.dtype, dtype_of_rhs(p)))

@@ -24,13 +24,19 @@ class GroupedProblem(Protocol):
     @property
     def dtype(self) -> str: ...
     @property
-    def rhs_dtype(self) -> str: ...
-    @property
     def out_dtype(self) -> str: ...
     @property
     def spread(self) -> str: ...
     @property
     def group_offset(self) -> bool: ...
+
+
+class MixedProblem(GroupedProblem, Protocol):
+    """One whose operands may have two dtypes."""
+
+    @property
+    def rhs_dtype(self) -> str:
+        """ "none": dtype."""
 
 
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
@@ -65,7 +71,7 @@ def supports_gathered(lhs_rows: int, k: int, itemsize: int) -> str | None:
     return None
 
 
-def dtype_of_rhs(p: GroupedProblem) -> str:
+def dtype_of_rhs(p: MixedProblem) -> str:
     """The dtype of rhs."""
     return p.dtype if p.rhs_dtype == "none" else p.rhs_dtype
 
