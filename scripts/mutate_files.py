@@ -95,7 +95,10 @@ FURTHER: dict[str, list[dict[str, Any]]] = {  # fields that no named problem has
         {"keep": True, "lhs_rows": 4096},
         {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "scales": "block", "layout": "nt"},
     ],
-    "ragged_contraction": [{"group_offset": True, "dtype": "float16", "out_dtype": "float16"}],
+    "ragged_contraction": [
+        {"group_offset": True, "dtype": "float16", "out_dtype": "float16"},
+        {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "transposed": True},
+    ],
     "flash_attention": [
         {"bias": "float32", "soft_cap": True, "soft_cap_after_bias": True, "segments": True, "window_right": 64},
         {"dtype": "float16", "align": "top_left", "sinks": True, "lengths": True},

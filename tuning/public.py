@@ -118,7 +118,8 @@ def _gated_grouped_matmul(problem: GatedGroupedMatmulProblem, backend: dispatch.
 
 
 def _ragged_contraction(problem: RaggedContractionProblem, backend: dispatch.Backend | None) -> Callable[..., jax.Array]:
-    if problem.group_offset:
+    """The public function; for a shard, whose sizes the op takes otherwise, and for 8 bits stored transposed the op itself."""
+    if problem.group_offset or problem.transposed:
         spec = mgpu_ops.spec_of("ragged_contraction")
         return lambda *arrays: dispatch.run(spec, problem, arrays, config=None, backend=backend)
     options: dict[str, Any] = {"out_dtype": problem.out_dtype, "spread": problem.spread, "backend": backend}

@@ -12,6 +12,9 @@ each operand or of blocks.
 
 `fp8`, `fp8-row` and `fp8-block`, of grouped_matmul: six products of experts of DeepSeek-V3 and Qwen3, likewise.
 
+`moe-fp8`, of ragged_contraction: the gradients of the weights in training steps, those of the op's shapes, as products of 8-bit
+floats (e4m3 and e5m2) that are stored transposed, with room for each group's padding.
+
 `float32`, of matmul: four products of float32, each as tf32 and with three and six products of bfloat16 parts.
 
 `cudnn-frontend`, of flash_attention and flash_attention_backward: problems whose speed NVIDIA's cudnn-frontend publishes as
@@ -31,6 +34,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mgpu_ops.attention.problem import BackwardProblem
 from mgpu_ops.attention.problem import Problem as AttentionProblem
@@ -39,6 +43,8 @@ from mgpu_ops.embedding import Problem as EmbeddingProblem
 from mgpu_ops.grouped.grouped_matmul import Problem as GroupedMatmulProblem
 from mgpu_ops.grouped.problem import layer_problem
 from mgpu_ops.grouped.ragged_contraction import Problem as RaggedContractionProblem
+from mgpu_ops.grouped.ragged_contraction.problem import PADDED
+from mgpu_ops.grouped.ragged_contraction.problem import SHAPES as CONTRACTIONS
 from mgpu_ops.matmul import Problem as MatmulProblem
 from mgpu_ops.matmul.gated import Problem as GatedMatmulProblem
 from mgpu_ops.matmul.quantizing import Problem as QuantizeProblem
@@ -158,6 +164,15 @@ def _experts_of_8_bits(scales: str) -> dict[str, GroupedMatmulProblem]:
 
 
 @functools.cache
+def _contractions_of_8_bits() -> dict[str, RaggedContractionProblem]:
+    dtypes: dict[str, Any] = {"dtype": "float8_e4m3fn", "rhs_dtype": "float8_e5m2", "transposed": True}
+    return {
+        f"{name}-fp8": replace(p, m=(p.m + (PADDED - 1) * p.groups) // PADDED * PADDED, **dtypes)
+        for name, p in CONTRACTIONS.items()
+    }
+
+
+@functools.cache
 def _float32() -> dict[str, MatmulProblem]:
     sizes = {
         "square-2048": (2048, 2048, 2048, "nn"),
@@ -219,7 +234,8 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "fp8-block": functools.partial(_experts_of_8_bits, "block"),
     },
     "ragged_contraction": {
-        "anywhere": functools.partial(_anywhere_of, ANYWHERE_GROUPED, "ragged_contraction", RaggedContractionProblem)
+        "anywhere": functools.partial(_anywhere_of, ANYWHERE_GROUPED, "ragged_contraction", RaggedContractionProblem),
+        "moe-fp8": _contractions_of_8_bits,
     },
     "flash_attention": {
         "cudnn-frontend": functools.partial(_cudnn_frontend, AttentionProblem),

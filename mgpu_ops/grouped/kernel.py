@@ -30,7 +30,7 @@ from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows, wait_gathered
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups, StaticScheduler
 from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, is_dynamic, panel, storage
-from mgpu_ops.grouped.problem import GroupedProblem
+from mgpu_ops.grouped.problem import GroupedProblem, MixedProblem, dtype_of_rhs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Refs:
     residual: a `rows_view` of an array like the output, or None; its epilogue tiles are loaded into those of out_smem, and each
       buffer of each consumer has one of the barriers residual_arrived.
     row_indices: int32 [m], which rows of lhs are multiplied, or None: the m rows in their order.
+    scale: of a contraction's 8-bit floats, [1], or None.
     scale_lhs, scale_rhs: of 8-bit floats, or None. With scales of blocks, their stages in shared memory are
       lhs_scale_smem, [stages, blocks of k, rows of a tile and 32 more], and rhs_scale_smem, [stages, blocks of k, 32], of which
       one for each 64 columns.
@@ -61,6 +62,7 @@ class Refs:
     row_scale: Any = None
     residual: Any = None
     row_indices: Any = None
+    scale: Any = None
     scale_lhs: Any = None
     scale_rhs: Any = None
     lhs_scale_smem: Any = None
@@ -389,15 +391,15 @@ def store_part(c: Config, held: Held, number: int, staging: Any, copy: Copy) -> 
     store_in_turn(staging, iter([(held.parts[number], copy, *epilogue_origins(c)[number])]), number)
 
 
-def scratch_types(p: GroupedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:
+def scratch_types(p: MixedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[int, ...], copies: int) -> dict[str, Any]:
     """The shared memory of a block, for `Refs`: stages of shapes `lhs` and `rhs`, each filled by so many copies."""
     stages = c.max_concurrent_steps
-    row = engine.operand_transforms(panel(p.dtype), p.dtype, 128)
+    lhs_row, rhs_row = (engine.operand_transforms(panel(dtype), dtype, 128) for dtype in (p.dtype, dtype_of_rhs(p)))
     out_transforms = engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128)
     return (dynamic_scheduler.scratch_types(c.compute_warpgroups) if is_dynamic(c) else {}) | {
         "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
-        "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=row),
-        "rhs_smem": plgpu.SMEM((stages, *rhs), p.dtype, transforms=row),
+        "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=lhs_row),
+        "rhs_smem": plgpu.SMEM((stages, *rhs), dtype_of_rhs(p), transforms=rhs_row),
         "out_smem": plgpu.SMEM(storage(p, c).out_shape, p.out_dtype, transforms=out_transforms),
         "barriers": Pipeline.barriers(stages, copies=copies, consumers=c.compute_warpgroups),
     }

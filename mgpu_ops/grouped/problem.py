@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from mgpu_ops import models
-from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import MAX_SIZE, itemsize_of, supports_dtypes, supports_rows, supports_sizes
+from mgpu_ops.core.limits import MAX_SIZE, itemsize_of, supports_rows, supports_sizes
 from mgpu_ops.grouped.sizes import SPREADS
 
 
@@ -32,18 +31,21 @@ class GroupedProblem(Protocol):
     def group_offset(self) -> bool: ...
 
 
+class MixedProblem(GroupedProblem, Protocol):
+    """One whose operands may have two dtypes."""
+
+    @property
+    def rhs_dtype(self) -> str:
+        """ "none": dtype."""
+
+
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 
 
-def supports(p: GroupedProblem, gpu: Gpu, rhs_row: tuple[str, int], tiles: Callable[[], int]) -> str | None:
-    """Why no config of either kernel can run a problem of 16-bit floats, or None. Its arguments: `supports_sides`."""
-    return supports_dtypes(p.dtype, p.out_dtype, gpu) or supports_sides(p, rhs_row, tiles)
-
-
-def supports_sides(p: GroupedProblem, rhs_row: tuple[str, int], tiles: Callable[[], int]) -> str | None:
+def supports_sides(p: GroupedProblem, rows: Mapping[str, tuple[str, int]], tiles: Callable[[], int]) -> str | None:
     """Why no config of either kernel can run a problem of its sides, or None.
 
-    rhs_row: the dimension along rhs's rows, and its length. tiles: the most output tiles, of 64 x 64.
+    rows: of "lhs" and "rhs", the dimension along their rows, and its length. tiles: the most output tiles, of 64 x 64.
     """
     if p.spread not in SPREADS:
         return f"spread {p.spread!r} is not one of {', '.join(SPREADS)}"
@@ -55,7 +57,8 @@ def supports_sides(p: GroupedProblem, rhs_row: tuple[str, int], tiles: Callable[
     if tiles() > MAX_SIZE:
         return f"{tiles()} tiles of 64 x 64 are more than {MAX_SIZE}: split the groups, or pass backend='xla'"
     size = itemsize_of(p.dtype)
-    return supports_rows({"lhs": ("k", p.k, size), "rhs": (*rhs_row, size), "the output": ("n", p.n, itemsize_of(p.out_dtype))})
+    of_operands = {name: (*row, size) for name, row in rows.items()}
+    return supports_rows(of_operands | {"the output": ("n", p.n, itemsize_of(p.out_dtype))})
 
 
 MAX_GATHERED = 2**34  # bytes of an lhs whose rows are gathered: a row's place is counted in 16 of them, in 31 bits
@@ -66,6 +69,11 @@ def supports_gathered(lhs_rows: int, k: int, itemsize: int) -> str | None:
     if lhs_rows * k * itemsize > MAX_GATHERED:
         return f"lhs_rows={lhs_rows} of k={k} are more than {MAX_GATHERED} bytes: gather the rows before"
     return None
+
+
+def dtype_of_rhs(p: MixedProblem) -> str:
+    """The dtype of rhs."""
+    return p.dtype if p.rhs_dtype == "none" else p.rhs_dtype
 
 
 def flops(problem: GroupedProblem) -> int:

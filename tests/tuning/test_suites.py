@@ -168,6 +168,24 @@ def test_fp8_llm_is_20_products_with_many_tokens(suite: str, scales: str) -> Non
     assert all(p.scales == scales and MATMUL.supports(p, H200) is None for p in found.values())
 
 
+def test_moe_fp8_is_the_contractions_of_training_steps_with_room_for_padding() -> None:
+    spec = spec_of("ragged_contraction")
+    found = asked("--suite", "moe-fp8", op="ragged_contraction")
+    assert list(found) == [f"{name}-fp8" for name in spec.shapes]
+    for p, plain in zip(found.values(), spec.shapes.values(), strict=True):
+        assert (p.n, p.k, p.groups, p.spread) == (plain.n, plain.k, plain.groups, plain.spread)
+        assert 0 <= plain.m + 127 * p.groups - p.m < 128
+        assert spec.supports(p, H200) is None
+        assert 0 < spec.cost(p, spec.default(p, H200), H200) < spec.cost(plain, spec.default(plain, H200), H200)
+    (own,) = asked(
+        *("--m", "256", "--n", "64", "--k", "64", "--groups", "2", "--dtype", "f8e4m3", "--out-dtype", "bf16"),
+        *("--rhs-dtype", "f8e5m2", "--transposed"),
+        op="ragged_contraction",
+    ).values()
+    assert own.transposed
+    assert own.rhs_dtype == "float8_e5m2"
+
+
 def test_float32_is_four_products_with_each_algorithm_that_a_precision_names() -> None:
     found = asked("--suite", "float32")
     assert {p.algorithm for p in found.values()} == {"tf32", "bf16_x3", "bf16_x6"}

@@ -412,6 +412,8 @@ def _lax_unavailable(problem: Grouped, gpu: Gpu) -> str | None:
     if expanded > gpu.memory_bytes / 4:
         size = f"{expanded / 1e9:.0f} GB of [groups, m, k] and [groups, m, n]"
         return f"is not run: it expands its operands, up to {size}, and takes {p.groups} times the arithmetic"
+    if isinstance(p, RaggedContractionProblem) and p.transposed:
+        return "takes operands that are stored in rows"
     return _no_epilogue(problem)
 
 

@@ -63,7 +63,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "qwen3-30b",
         "qwen3-235b",
     ),
-    "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b", "anywhere"),
+    "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b", "anywhere", "moe-fp8"),
     "flash_attention": ("llm", "d64", "d128", "d256", "heads", "decode", "sinks", "paged", "kv8", "cudnn-frontend", "anywhere"),
     "flash_attention_backward": ("llm", "d64", "d128", "d256", "heads", "cudnn-frontend"),
     "cross_entropy": ("llm", "gradient", "anywhere"),
@@ -239,8 +239,11 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "rhs_dtype": {
             "type": dtype,
             "metavar": "DTYPE",
-            "help": "grouped_matmul, gated_grouped_matmul: dtype of the right operand if the left is f8: f8e4m3 or f8e5m2",
+            "help": "grouped_matmul, gated_grouped_matmul, ragged_contraction: dtype of the right operand if the left is f8: "
+            "f8e4m3 or f8e5m2",
         },
+        "transposed": _FLAG
+        | {"help": "ragged_contraction of f8: operands are stored transposed, groups padded to multiples of 128 of --m"},
         "keep": _FLAG | {"help": "gated_grouped_matmul: also store gate and up, for the backward pass"},
         "lhs_rows": _SIZE
         | {"help": "grouped_matmul, gated_grouped_matmul: rows of lhs that row indices select from (default: none are given)"},

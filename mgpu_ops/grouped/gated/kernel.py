@@ -28,7 +28,7 @@ from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import Config, panel
 from mgpu_ops.grouped.gated.problem import Problem, accumulators, gradient_buffers, of_one, results, sums_of_one
-from mgpu_ops.grouped.grouped_matmul.kernel import GroupedStages, most_tiles, of_8_bits, padded_scales
+from mgpu_ops.grouped.grouped_matmul.kernel import GroupedStages, most_tiles, of_blocks, padded_scales
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     tile = (c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k)
     copies = (1 if p.lhs_rows else panels) + 2 + 3 * (p.scales == "block")
     scratch = kernel.scratch_types(p, c, (panels, c.tile_m, width), tile, copies=copies)
-    scratch |= of_8_bits(of_one(p), c)
+    scratch |= of_blocks(of_one(p), c)
     scratch["accumulator"] = engine.Accumulators(accumulators(p, c), c.compute_warpgroups)
     scratch["up_smem"] = scratch["rhs_smem"]
     if p.scales == "block":

@@ -33,7 +33,7 @@ from mgpu_ops.core.scaled import Sums, add_scaled
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import Config, defers, panel
-from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name, dtype_of_rhs, residual_barriers
+from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name, residual_barriers
 from mgpu_ops.grouped.kernel import Refs
 
 _HEIGHTS = (8, 16, 32, 64, 128)  # rows of a tile that one copy can load, besides all of them
@@ -442,7 +442,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     panels = c.tile_k // width
     copies = (1 if p.lhs_rows else panels) + 1 + 2 * (p.scales == "block")
     rhs_tile = (c.tile_k, c.tile_n) if p.layout == "nn" else (c.tile_n, c.tile_k)
-    scratch = kernel.scratch_types(p, c, (panels, c.tile_m, width), rhs_tile, copies) | of_8_bits(p, c)
+    scratch = kernel.scratch_types(p, c, (panels, c.tile_m, width), rhs_tile, copies) | of_blocks(p, c)
     if p.residual:
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=1, num_barriers=residual_barriers(p, c))
     out = engine.kernel(
@@ -454,19 +454,16 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     return out.reshape(p.m, p.n)
 
 
-def of_8_bits(p: Problem, c: Config) -> dict[str, Any]:
-    """What 8-bit floats change of `kernel.scratch_types`: rhs's dtype, and with scales of blocks the sums and the stages."""
-    scratch: dict[str, Any] = {}
-    stages, rhs = c.max_concurrent_steps, dtype_of_rhs(p)
-    if rhs != p.dtype:
-        transforms = engine.operand_transforms(panel(rhs), rhs, 128)
-        scratch["rhs_smem"] = plgpu.SMEM((stages, c.tile_n, c.tile_k), jnp.dtype(rhs), transforms=transforms)
-    if p.scales == "block":
-        scratch["accumulator"] = engine.Accumulators(fp8.accumulators(c, p.scales), c.compute_warpgroups)
-        parts = c.tile_k // BLOCK
-        scratch["lhs_scale_smem"] = plgpu.SMEM((stages, parts, c.tile_m + SCALES_IN_LINE), jnp.float32)
-        scratch["rhs_scale_smem"] = plgpu.SMEM((stages, parts, SCALES_IN_LINE), jnp.float32)
-    return scratch
+def of_blocks(p: Problem, c: Config) -> dict[str, Any]:
+    """What scales of blocks change of `kernel.scratch_types`: the sums, and stages of their own."""
+    if p.scales != "block":
+        return {}
+    stages, parts = c.max_concurrent_steps, c.tile_k // BLOCK
+    return {
+        "accumulator": engine.Accumulators(fp8.accumulators(c, p.scales), c.compute_warpgroups),
+        "lhs_scale_smem": plgpu.SMEM((stages, parts, c.tile_m + SCALES_IN_LINE), jnp.float32),
+        "rhs_scale_smem": plgpu.SMEM((stages, parts, SCALES_IN_LINE), jnp.float32),
+    }
 
 
 def padded_scales(p: Any, c: Config, extra: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from mgpu_ops.core.limits import (
 from mgpu_ops.grouped import config as blocks
 from mgpu_ops.grouped import problem as common
 from mgpu_ops.grouped.config import PANEL, Config, check_deferred, check_gathered, check_last_tile, check_tiles, panel
-from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, layer_problem
+from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, dtype_of_rhs, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
 # --- What is computed -------------------------------------------------------------------------------
@@ -112,9 +112,9 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return reason
     if p.lhs_rows and (reason := _supports_gathered(p)):
         return reason
-    rhs_row = ("k", p.k) if p.layout == "nt" else ("n", p.n)
+    rows = {"lhs": ("k", p.k), "rhs": ("k", p.k) if p.layout == "nt" else ("n", p.n)}
     return _supports_operands(p, gpu) or common.supports_sides(
-        p, rhs_row, lambda: (math.ceil(p.m / ROWS) + p.groups) * math.ceil(p.n / ROWS)
+        p, rows, lambda: (math.ceil(p.m / ROWS) + p.groups) * math.ceil(p.n / ROWS)
     )
 
 
@@ -280,11 +280,6 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
 
 def _normal(key: Any, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jax.random.normal(key, shape, "bfloat16" if dtype in FLOAT8 else dtype).astype(dtype)
-
-
-def dtype_of_rhs(p: Problem) -> str:
-    """The dtype of rhs."""
-    return p.dtype if p.rhs_dtype == "none" else p.rhs_dtype
 
 
 def scale_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:

@@ -20,13 +20,14 @@ from jax.typing import ArrayLike, DTypeLike
 from mgpu_ops import integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
+from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.batches import batchable
 from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread
 from mgpu_ops.grouped.config import Config
-from mgpu_ops.grouped.problem import flops, tolerance
-from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default
+from mgpu_ops.grouped.problem import flops
+from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default, distance
 from mgpu_ops.grouped.ragged_contraction.problem import (
     SHAPES,
     SUITES,
@@ -34,8 +35,10 @@ from mgpu_ops.grouped.ragged_contraction.problem import (
     bytes_moved,
     check,
     inputs,
+    padded,
     plain,
     supports,
+    tolerance,
 )
 from mgpu_ops.grouped.sizes import Spread, for_each_block
 from mgpu_ops.registry import dispatch, partition
@@ -135,17 +138,63 @@ def _rule(*_: jax.Array) -> partition.Rule:
     return partition.Rule("ragged_contraction", "ROWS k, ROWS n, SIZES -> GROUPS k n")
 
 
+def transposed_contraction(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, scale: jax.Array) -> jax.Array:
+    """out[g, k, n] = scale * sum over the columns i of group g of lhs[k, i] rhs[n, i], accumulated in float32.
+
+    lhs, rhs: [k, m] and [n, m], float8_e4m3fn or float8_e5m2 each. Group g's columns begin at 128 * sum over the groups h < g
+      of ceil(sizes[h] / 128), and those between a group's end and the next begin, and behind the last group, are zeros in both.
+    sizes: int32 [groups], without the padding. scale: float32 [1], the product of what both were divided by.
+
+    m is a multiple of 128. It has no gradient.
+    """
+    if call.group_offset:
+        raise ValueError("a shard's operands, stored transposed, hold the columns of its groups alone: pass no group_offset")
+    return _transposed(call)(lhs, rhs, sizes, scale)
+
+
+@functools.cache
+def _transposed(call: Call) -> Any:
+    """The call as a function of arrays, under jit; vmap runs one after the other."""
+
+    def product(*arrays: jax.Array) -> jax.Array:
+        return dispatch.run(SPEC, _transposed_problem(call, *arrays), arrays, config=call.config, backend=call.backend)
+
+    mapped = jax.custom_batching.custom_vmap(partition.partitioned(product, _transposed_rule, call.backend))
+
+    @mapped.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        return one_after_the_other(run, batched, arrays), True
+
+    run = jax.jit(mapped)
+    return run
+
+
+def _transposed_rule(*_: jax.Array) -> partition.Rule:
+    """Both sides of the results are split."""
+    return partition.Rule("ragged_contraction", "k ROWS, n ROWS, SIZES, ONE -> SIZES k n")
+
+
+def _transposed_problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, scale: jax.Array) -> Problem:
+    (k, m), n = lhs.shape, rhs.shape[0]
+    names = lhs.dtype.name, call.out_dtype, call.spread
+    return Problem(m, n, k, sizes.shape[0], *names, rhs_dtype=rhs.dtype.name, transposed=True)
+
+
 def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Problem:
     (m, k), n = lhs.shape, rhs.shape[1]
     groups = sizes.shape[0] - call.group_offset
     return Problem(m, n, k, groups, lhs.dtype.name, call.out_dtype, call.spread, call.group_offset)
 
 
-def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *scale: jax.Array) -> jax.Array:
     """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
     p = problem
+    if p.transposed:
+        lhs, rhs = lax.optimization_barrier((lhs, rhs))  # a GPU's XLA would leave out a rounding to 8 bits
+        lhs, rhs, sizes = lhs.T, rhs.T, padded(sizes, p.m)
     wide = np.promote_types(p.dtype, np.float32)
-    exact = gpus.current() is None  # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others
+    # XLA's CPU backend sums some products of 16-bit floats in 16 bits, and lacks others.
+    exact = gpus.current() is None or p.rhs_dtype != "none"
 
     def block(out: jax.Array, group: Any, rows: jax.Array, inside: jax.Array) -> jax.Array:
         a, b = (jnp.where(inside[:, None], x[rows], 0) for x in (lhs, rhs))
@@ -155,11 +204,13 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
 
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.groups, p.k, p.n), wide), lhs)
     done = zeros if 0 in (p.m, p.n, p.k) else for_each_block(sizes, p.m, block, zeros, p.group_offset)
-    return done.astype(p.out_dtype)
+    return (done * scale[0] if scale else done).astype(p.out_dtype)
 
 
-def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *_: jax.Array) -> jax.Array:
     """A plain matmul through XLA of as many operations: what a ragged contraction is measured against."""
+    if problem.transposed:
+        return lax.dot_general(lhs, rhs, (((1,), (1,)), ((), ())), preferred_element_type=problem.out_dtype)
     return jnp.matmul(lhs.T, rhs)
 
 
@@ -183,7 +234,7 @@ SPEC = OpSpec(
     candidates=candidates,
     default=default,
     cost=cost,
-    distance=common.distance,
+    distance=distance,
     flops=flops,
     bytes=bytes_moved,
     inputs=inputs,

@@ -4,6 +4,9 @@
 are the group's rows, tile_k at a time; an empty group's tiles take none and are stored as zeros. The last step may run over the
 group's end: TMA fills those rows of both operands with zeros (`rows.load_rows`). Whatever lies there, in another group or in
 padding, cannot reach the sum, not even a NaN.
+
+8-bit floats are stored transposed, lhs[k, m] and rhs[n, m], for wgmma reads them along what is summed over. Their groups begin
+at multiples of 128 columns, behind zeros, so that a step is of one group and its loads are plain copies.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import PANEL, Config, is_dynamic
 from mgpu_ops.grouped.kernel import Refs
-from mgpu_ops.grouped.ragged_contraction.problem import Problem
+from mgpu_ops.grouped.ragged_contraction.problem import PADDED, Problem, padded
 from mgpu_ops.grouped.sizes import largest_first
 
 
@@ -132,18 +135,26 @@ class _Stages:
         self, accs: tuple[Any, ...], stage: jax.Array, share: tuple[Any, ...], meanwhile: Callable[[], None] | None = None
     ) -> None:
         (acc,) = accs
-        lhs_part, rhs_part = share
-        lhs, rhs = self.refs.lhs_smem.at[stage, lhs_part], self.refs.rhs_smem.at[stage, rhs_part]
-        engine.wgmma(acc, engine.transpose_ref(lhs), rhs)
+        engine.wgmma(acc, *self.operands(stage, share))
         if meanwhile is not None:
             meanwhile()
         engine.wgmma_wait(0)  # the stage is read
 
+    def operands(self, stage: jax.Array, share: tuple[Any, ...]) -> tuple[Any, Any]:
+        """What this consumer multiplies of a stage: [its rows, tile_k] and [tile_k, its columns]."""
+        lhs_part, rhs_part = share
+        return engine.transpose_ref(self.refs.lhs_smem.at[stage, lhs_part]), self.refs.rhs_smem.at[stage, rhs_part]
+
+    def sums(self, accs: tuple[Any, ...]) -> jax.Array:
+        """What is rounded and stored, float32."""
+        (acc,) = accs
+        values: jax.Array = acc[...]
+        return values
+
     def store(self, tile: GroupTile, accs: tuple[Any, ...], staging: Any, read: kernel.Read) -> None:
         """The sums, rounded to out_dtype. TMA clips what lies outside the array."""
-        (acc,) = accs
         copy = self.copy(tile.group, *self.own_position(tile), staging)
-        store_tile(acc[...].astype(self.refs.out.dtype), staging.at[lax.axis_index("wg")], copy)
+        store_tile(self.sums(accs).astype(self.refs.out.dtype), staging.at[lax.axis_index("wg")], copy)
 
     def own_position(self, tile: GroupTile) -> tuple[jax.Array, jax.Array]:
         """First k and first n of this consumer's share of an output tile."""
@@ -167,10 +178,9 @@ class _Stages:
 
     def keep(self, tile: GroupTile, accs: tuple[Any, ...]) -> kernel.Held:
         """What `store` stores; its group, and its first k and first n in units."""
-        (acc,) = accs
         ends = _ends_with_rows(self.problem, self.config)
         place = map(kernel.in_units, self.own_position(tile), ends)
-        return kernel.hold(self.config, acc[...], self.refs.out.dtype, (tile.group, *place))
+        return kernel.hold(self.config, self.sums(accs), self.refs.out.dtype, (tile.group, *place))
 
     def store_held(self, held: kernel.Held, number: int, staging: Any) -> None:
         group, *place = held.place
@@ -182,6 +192,28 @@ class _Stages:
         """Nothing: rows of no group are in no sum."""
 
 
+class _TransposedStages(_Stages):
+    """Of operands that are stored transposed. A stage holds 128 columns of the output tile's rows of each."""
+
+    def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, rows: int, stage: jax.Array, full: Any) -> None:
+        """Of rows outside an array TMA makes zeros."""
+        c, refs = self.config, self.refs
+        columns = pl.ds((lax.div(tile.start, jnp.int32(PADDED)) + step) * PADDED, PADDED)  # a multiple, as the compiler sees
+        arrays = (refs.lhs, refs.rhs), (refs.lhs_smem, refs.rhs_smem)
+        for ref, smem, first, width in zip(*arrays, position, (c.tile_m, c.tile_n), strict=True):
+            engine.copy_gmem_to_smem(ref.at[pl.ds(first, width), columns], smem.at[stage], full)
+
+    def operands(self, stage: jax.Array, share: tuple[Any, ...]) -> tuple[Any, Any]:
+        sides = zip((self.refs.lhs_smem, self.refs.rhs_smem), share, warpgroup_tile(self.config), strict=True)
+        lhs, rhs = (smem.at[stage, pl.ds(part * width, width)] for smem, part, width in sides)
+        return lhs, engine.transpose_ref(rhs)
+
+    def sums(self, accs: tuple[Any, ...]) -> jax.Array:
+        """Times the scale."""
+        values: jax.Array = super().sums(accs) * self.refs.scale[0]
+        return values
+
+
 def _tiles(p: Problem, c: Config) -> tuple[int, int]:
     """Output tiles of a group along k and n."""
     return math.ceil(p.k / c.tile_m), math.ceil(p.n / c.tile_n)
@@ -189,6 +221,8 @@ def _tiles(p: Problem, c: Config) -> tuple[int, int]:
 
 def _ends_with_rows(p: Problem, c: Config) -> tuple[bool, bool]:
     """Whether the last tile of lhs's, and of rhs's, rows ends with them, and so may begin anywhere."""
+    if p.transposed:
+        return False, False
     sides = zip((p.k, p.n), (c.tile_m, c.tile_n), warpgroup_tile(c), strict=True)
     along_k, along_n = (part > PANEL and tma.last_start(length, tile, PANEL) is not None for length, tile, part in sides)
     return along_k, along_n
@@ -200,25 +234,40 @@ def most_tiles(p: Problem, c: Config) -> int:
 
 
 def launch(
-    p: Problem, c: Config, gpu: Gpu, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, interpret: bool = False
+    p: Problem,
+    c: Config,
+    gpu: Gpu,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *scale: jax.Array,
+    interpret: bool = False,
 ) -> jax.Array:
-    """Runs the kernel on lhs, rhs and int32 sizes of any values."""
+    """Runs the kernel on lhs, rhs and int32 sizes of any values; stored transposed, also on the scale."""
     blocks = min(gpu.sms, most_tiles(p, c))
+    sizes = padded(sizes, p.m) if p.transposed else sizes
     order = (largest_first(sizes, p.m, p.group_offset),) if is_dynamic(c) else ()
+    names = ("scale",) * p.transposed + ("order",) * is_dynamic(c)
 
     def body(*refs: Any, **scratch: Any) -> None:
-        sizes, lhs, rhs, *order, out, counter = kernel.counter_last(c, refs)
-        further = {"order": order[0]} if order else {}
-        kernel.run_block(_Stages(p, c, blocks, Refs(sizes, lhs, rhs, out, counter=counter, **further, **scratch)), gpu)
+        sizes, lhs, rhs, *further, out, counter = kernel.counter_last(c, refs)
+        refs_of = Refs(sizes, lhs, rhs, out, counter=counter, **dict(zip(names, further, strict=True)), **scratch)
+        kernel.run_block((_TransposedStages if p.transposed else _Stages)(p, c, blocks, refs_of), gpu)
 
-    wg_m, wg_n = warpgroup_tile(c)
-    parts_m, parts_n = c.tile_m // wg_m, c.tile_n // wg_n
-    lhs_tile, rhs_tile = (parts_m, c.tile_k, wg_m), (parts_n, c.tile_k, wg_n)
     name, shape = "mgpu_ops_ragged_contraction", (p.groups, p.k, p.n)
     out: jax.Array = engine.kernel(
         body,
         engine.Launch(name, {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, *shape) if any(_ends_with_rows(p, c)) else shape, p.out_dtype),
-        scratch_types=kernel.scratch_types(p, c, lhs_tile, rhs_tile, copies=parts_m + parts_n),
-    )(sizes, *kernel.counter(c), rows_view(lhs), rows_view(rhs), *order)
+        scratch_types=_scratch_types(p, c),
+    )(sizes, *kernel.counter(c), *((lhs, rhs) if p.transposed else map(rows_view, (lhs, rhs))), *scale, *order)
     return out.reshape(shape)
+
+
+def _scratch_types(p: Problem, c: Config) -> dict[str, Any]:
+    """The shared memory of a block: operands in parts, one for each share of the output tile; stored transposed, whole."""
+    if p.transposed:
+        return kernel.scratch_types(p, c, (c.tile_m, c.tile_k), (c.tile_n, c.tile_k), copies=2)
+    wg_m, wg_n = warpgroup_tile(c)
+    parts_m, parts_n = c.tile_m // wg_m, c.tile_n // wg_n
+    return kernel.scratch_types(p, c, (parts_m, c.tile_k, wg_m), (parts_n, c.tile_k, wg_n), copies=parts_m + parts_n)

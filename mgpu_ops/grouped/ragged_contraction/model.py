@@ -9,7 +9,7 @@ from mgpu_ops.core.gemm import epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, require
 from mgpu_ops.grouped import model as common
-from mgpu_ops.grouped.config import SCHEDULES, Config, defers, is_dynamic
+from mgpu_ops.grouped.config import SCHEDULES, Config, defers, is_dynamic, panel
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
 _HIDDEN = 0.60  # of the store of a tile that is deferred, where the next one has steps enough
@@ -27,11 +27,13 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     p, c = problem, config
     common.require_rows(p)
     tiles = p.groups * math.ceil(p.k / c.tile_m) * math.ceil(p.n / c.tile_n)
-    steps = common.row_blocks(p.spread, p.m, p.groups, c.tile_k) / p.groups
+    blocks = p.m / c.tile_k if p.transposed else common.row_blocks(p.spread, p.m, p.groups, c.tile_k)  # m counts the padding
+    steps = blocks / p.groups
     written = p.groups * p.k * p.n * itemsize_of(p.out_dtype)
-    moved, rows = (bytes_moved(p) - written, written), (p.k, p.n)
+    moved, rows = (bytes_moved(p) - written, written), (p.m, p.m) if p.transposed else (p.k, p.n)
     hidden = _HIDDEN * _long_enough(p, epilogue_tiles(c) * c.tile_k) if defers(c) else 0.0
-    seconds = common.cost(p, c, tiles, steps, moved, rows, gpu, hidden=hidden)
+    rate = gpu.flops(p.dtype) / gpu.bf16_flops
+    seconds = common.cost(p, c, tiles, steps, moved, rows, gpu, rate, hidden)
     return _HANDED_OUT + _OUT_OF_TURN * seconds if is_dynamic(c) else seconds + _uneven(p, c, tiles / p.groups, gpu)
 
 
@@ -56,7 +58,7 @@ def _uneven(p: Problem, c: Config, tiles: float, gpu: Gpu) -> float:
     squares = (
         1.6 / _harmonic(p.groups) ** 2 * p.groups**2 if p.spread == "skewed" else _SQUARES.get(p.spread, _RANDOM) * p.groups
     )
-    seconds_of_row = 2 * c.tile_m * c.tile_n * gpu.sms / gpu.bf16_flops
+    seconds_of_row = 2 * c.tile_m * c.tile_n * gpu.sms / gpu.flops(p.dtype)
     return _BEHIND * mean * math.sqrt(more * (1 - more) * squares) * seconds_of_row
 
 
@@ -66,10 +68,18 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     row = 128 // itemsize_of(problem.out_dtype)
     # One epilogue tile for the whole tile waits for nothing: tiles of few steps gain more from that than from more stages.
     epilogues = lambda wg_n: ((wg_n, 1), (row, 2), (row, 1))  # noqa: E731
-    legal = common.candidates(epilogues, lambda c: check(problem, c, gpu) is None, schedules=SCHEDULES)
+    runs = lambda c: check(problem, c, gpu) is None  # noqa: E731
+    legal = common.candidates(epilogues, runs, schedules=SCHEDULES, row=panel(problem.dtype))
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 
 def default(problem: Problem, gpu: Gpu) -> Config:
     """The first of the `candidates`. Raises ValueError where there is none."""
     return first_of(candidates(problem, gpu), problem, gpu)
+
+
+def distance(x: Problem, y: Problem) -> float | None:
+    """`common.distance`, and what the other of two dtypes adds. None also between operands in rows and stored transposed."""
+    if x.transposed != y.transposed:
+        return None
+    return common.distance(x, y, 0.05 * (x.rhs_dtype != y.rhs_dtype))
