@@ -64,6 +64,8 @@ else:
         "fp8_gated_mlp": "matmul.fp8_gated.fp8_gated_mlp",
         "fp8_grouped_matmul": "fp8_grouped.fp8_grouped_matmul",
         "fp8_matmul": "matmul.fp8.fp8_matmul",
+        "fp8_moe": "fp8_moe.fp8_moe",
+        "fp8_moe_experts": "fp8_moe.fp8_moe_experts",
         "gated_activation": "matmul.gated.activation.gated_activation",
         "gated_grouped_matmul": "grouped.gated.gated_grouped_matmul",
         "gated_matmul": "matmul.gated.gated_matmul",

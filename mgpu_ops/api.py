@@ -24,6 +24,7 @@ from mgpu_ops.embedding import Config as EmbeddingConfig
 from mgpu_ops.embedding import Problem as EmbeddingProblem
 from mgpu_ops.embedding import embedding
 from mgpu_ops.fp8_grouped import fp8_grouped_matmul
+from mgpu_ops.fp8_moe import fp8_moe, fp8_moe_experts
 from mgpu_ops.grouped.config import Config as GroupedMatmulConfig
 from mgpu_ops.grouped.dot_general import ragged_dot_general
 from mgpu_ops.grouped.gated import Problem as GatedGroupedMatmulProblem
@@ -206,6 +207,8 @@ __all__ = [
     "fp8_gated_mlp",
     "fp8_grouped_matmul",
     "fp8_matmul",
+    "fp8_moe",
+    "fp8_moe_experts",
     "gated_activation",
     "gated_grouped_matmul",
     "gated_matmul",
