@@ -61,7 +61,7 @@ def test_the_interpreted_kernel_gives_the_bits_of_xla_without_races(problem: P, 
         exact = problem.of == "array" and not problem.by_tile
         if exact or one.dtype == jnp.float32:
             of_rows = problem.sums_rows and one.ndim == 1  # sums of numbers of both signs
-                np.testing.assert_allclose(bits(one), bits(other), rtol=0 if exact else 1e-6, atol=1e-4 if of_rows else 0)
+            np.testing.assert_allclose(bits(one), bits(other), rtol=0 if exact else 1e-6, atol=1e-4 if of_rows else 0)
         else:  # compiled, XLA computes gates and scales otherwise than operation by operation: the next number at times
             assert np.abs(bits(one).astype(int) - bits(other).astype(int)).max() <= 1
             assert (bits(one) == bits(other)).mean() > 0.99
