@@ -84,11 +84,11 @@ def test_a_shard_and_vmap_give_what_calls_one_by_one_give():
 def test_a_training_step_is_two_products_of_8_bits_and_one_of_16():
     loss = lambda *x: jnp.sum(fp8_grouped_matmul(*x, jnp.array(SIZES)).astype(F32))  # noqa: E731
     seen = capture(jax.value_and_grad(loss, (0, 1)), "h200")(*operands())
-    found = {(x.op, x.problem.dtype, getattr(x.problem, "rhs_dtype", "")) for x in seen.uses}
+    found = {(x.op, x.problem.dtype, x.problem.rhs_dtype) for x in seen.uses}
     assert found == {
         ("grouped_matmul", "float8_e4m3fn", "none"),
         ("grouped_matmul", "float8_e5m2", "float8_e4m3fn"),
-        ("ragged_contraction", "bfloat16", ""),
+        ("ragged_contraction", "bfloat16", "none"),
     }
 
 

@@ -149,7 +149,7 @@ def transposed_contraction(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: ja
     """
     if call.group_offset:
         raise ValueError("a shard's operands, stored transposed, hold the columns of its groups alone: pass no group_offset")
-    return _transposed(call)(lhs, rhs, sizes, scale)
+    return _transposed(call)(*mesh.same_mesh_axes(lhs, rhs, sizes, scale))
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from mgpu_ops import GroupedMatmulConfig, spec_of
 from mgpu_ops.core import aot, engine, gpu
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
         (ODD,),
     ),
     "one dtype, float32 out, 32 columns a warpgroup": (
-        P(640, 112, 72, 4, rhs_dtype=E4M3, out_dtype="float32"),
+        P(640, 116, 72, 4, rhs_dtype=E4M3, out_dtype="float32"),
         replace(BASE, compute_warpgroups=2, wg_dimension="n", epilogue_tile_n=32),
         (ODD, WILD),
     ),
@@ -155,6 +155,23 @@ def test_sides_of_the_result_are_split_over_devices(kind, assert_near):
     transposed.assert_right(problem, np.asarray(out), arrays, 8e-3, assert_near)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_kernel_of_every_schedule_can_be_traced_inside_shard_map(schedule):
+    call = Call("bfloat16", "random", replace(WIDE, schedule=schedule), "mosaic")
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    whole, last, of_groups = PartitionSpec(), PartitionSpec(None, "x"), PartitionSpec("x")
+    shapes = ((256, 2048), E4M3), ((512, 2048), E5M2), ((8,), "int32"), ((1,), "float32")
+    product = jax.shard_map(
+        functools.partial(transposed_contraction, call),
+        mesh=mesh,
+        in_specs=(last, last, of_groups, whole),  # each device has experts, and the columns that were sent to them
+        out_specs=of_groups,
+    )
+    with gpu.target("h200"):
+        out = jax.eval_shape(product, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    assert out.shape == (8, 256, 512)
+
+
 def test_capture_tells_the_problem():
     problem = P(640, 80, 144, 4)
     run = functools.partial(transposed_contraction, call_of(problem, None))
@@ -250,6 +267,7 @@ LAYERS = [(1280, 2560, 64, 65536), (2048, 7168, 32, 32768), (4096, 14336, 8, 327
         *((P((rows + 127 * groups) // 128 * 128, n, k, groups), None) for k, n, groups, rows in LAYERS),
         (P(640, 264, 136, 4, dtype=E5M2, rhs_dtype=E4M3), None),
         (P(640, 256, 256, 4, out_dtype="float32"), None),
+        (P(640, 116, 72, 4, out_dtype="float32"), replace(HALVES, tile_n=64, epilogue_tile_n=32)),
         (P(640, 72, 20, 4), replace(WIDE, schedule="dynamic")),
         (P(640, 256, 256, 4), replace(HALVES, tile_n=256, epilogue_tile_n=128)),
     ],
