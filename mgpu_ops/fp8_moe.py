@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,8 +62,9 @@ def fp8_moe(
 
     expert_e(x) = (silu(x w_gate[e]) * (x w_up[e])) w_down[e]. All nine products, three forward and six backward, are of 8-bit
     floats, summed in float32 as in `matmul` of 8-bit floats. x, the matrices, and the hidden array silu(gate) up weight are
-    float8_e4m3fn in products, the gradients of the result and of gate and up float8_e5m2; each array is rounded once, with one
-    scale for all of it, the three matrices for all experts. The router's weights and their gradient are in float32.
+    float8_e4m3fn in products, the gradients of the result and of gate and up float8_e5m2. Each array is rounded once, with one
+    scale for all of it, the matrices for all experts; w_gate and w_up share one, and so do the gradients of gate and up. The
+    router's weights and their gradient are in float32.
 
     Args:
       x: [..., d]. bfloat16, float16 or float32.
@@ -213,21 +215,32 @@ def _tokens_both_ways(
     return (values, by), (values_t, by), largest[0] if known else None
 
 
-def _matrices_both_ways(call: _Call, w: jax.Array, scale: jax.Array | None) -> tuple[Quantized, Quantized, jax.Array | None]:
-    """w [experts, ., .], quantized, and the transpose of each matrix. With a known scale also the largest value."""
-    known = scale is not None
-    by = scale if scale is not None else scale_or_one(largest_finite(w), E4M3)
-    values, values_t, *largest = quantizing.both_ways((w,), (by,), E4M3, amax="also" if known else "none", backend=call.backend)
-    return (values, by), (values_t, by), largest[0] if known else None
+def _matrices_both_ways(
+    call: _Call, matrices: Sequence[jax.Array], scales: Sequence[jax.Array | None]
+) -> list[tuple[Quantized, Quantized, jax.Array | None]]:
+    """Each [experts, ., .] of the matrices, quantized with one scale for all, and the transpose of each expert's.
+
+    With known scales, of which the largest counts, also its largest value.
+    """
+    known = [scale for scale in scales if scale is not None]
+    by = functools.reduce(jnp.maximum, known or [largest_finite(w) for w in matrices])
+    by = by if known else scale_or_one(by, E4M3)
+    amax, found = "also" if known else "none", []
+    for w in matrices:
+        values, values_t, *largest = quantizing.both_ways((w,), (by,), E4M3, amax=amax, backend=call.backend)
+        found.append(((values, by), (values_t, by), largest[0] if known else None))
+    return found
 
 
-def _product(call: _Call, lhs: Quantized, rhs: Quantized, sizes: jax.Array, residual: jax.Array | None = None) -> jax.Array:
-    """lhs[rows, k] rhs[experts, n, k]^T by expert, plus the residual, in x's dtype."""
+def _product(call: _Call, sizes: jax.Array, lhs: Quantized, rhs: Quantized, *second: Quantized) -> jax.Array:
+    """lhs[rows, k] rhs[experts, n, k]^T by expert, in x's dtype; plus that of a second pair of the same scales."""
     (l8, scale_lhs), (r8, scale_rhs) = lhs, rhs
     of = grouped_matmul.Call(True, call.x_dtype, "none", call.spread, None, call.backend, scales="tensor")
-    of_experts = jnp.broadcast_to(scale_rhs, (r8.shape[0],))
-    l8, r8, sizes, scale_lhs, of_experts = mesh.same_mesh_axes(l8, r8, padded_sizes(sizes), scale_lhs, of_experts)
-    return grouped_matmul.product(of, l8, r8, sizes, scale_lhs=scale_lhs.reshape(1), scale_rhs=of_experts, residual=residual)
+    scales = scale_lhs.reshape(1), jnp.broadcast_to(scale_rhs, (r8.shape[0],))
+    l8, r8, sizes, *rest = mesh.same_mesh_axes(l8, r8, padded_sizes(sizes), *(values for values, _ in second), *scales)
+    if second:
+        return grouped_matmul.sum_of_two(of, l8, r8, sizes, *rest)
+    return grouped_matmul.product(of, l8, r8, sizes, scale_lhs=rest[0], scale_rhs=rest[1])
 
 
 def _contraction(call: _Call, lhs: Quantized, rhs: Quantized, sizes: jax.Array, dtype: str) -> jax.Array:
@@ -261,12 +274,16 @@ def _forward(call: _Call, state: Fp8GatedState | None, x: jax.Array, weights: ja
     matrices, places, known = arrays[:3], Padded(*arrays[3:]), state or CURRENT
     by_weight = _of_rows(weights, places)
     x8, x8_t, of_x = _tokens_both_ways(call, x, places, E4M3, known.gate.input_scale)
-    w8 = [_matrices_both_ways(call, w, of.kernel_scale) for w, of in zip(matrices, known, strict=True)]
-    gate, up = (_product(call, x8, w8_t, places.sizes) for _, w8_t, _ in w8[:2])
+    of_kernels = [of.kernel_scale for of in known]
+    w8 = [
+        *_matrices_both_ways(call, matrices[:2], of_kernels[:2]),
+        *_matrices_both_ways(call, matrices[2:], of_kernels[2:]),
+    ]
+    gate, up = (_product(call, places.sizes, x8, w8_t) for _, w8_t, _ in w8[:2])
     ((hidden8, hidden8_t),), of_hidden = of_gates(
         call, "gate", (gate, up), E4M3, (known.down.input_scale,), row_scale=by_weight
     )
-    out = _sums(_product(call, hidden8, w8[2][1], places.sizes), places).astype(x.dtype)
+    out = _sums(_product(call, places.sizes, hidden8, w8[2][1]), places).astype(x.dtype)
     seen = None
     if state is not None:
         inputs = ((of_x, x), (of_x, x), (of_hidden[0], gate))
@@ -280,16 +297,15 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     weights, places, by_weight, gate, up, x8_t, hidden8_t, (w_gate8, w_up8, w_down8), state, seen = saved
     *of_both, of_down = (of.output_grad_scale for of in state or CURRENT)
     g8, g8_t, of_g = _tokens_both_ways(call, g, places, E5M2, of_down)
-    d_hidden = _product(call, g8, w_down8, places.sizes)
+    d_hidden = _product(call, places.sizes, g8, w_down8)
     ((gate8, gate8_t), (up8, up8_t)), found = of_gates(
-        call, "gate_gradient", (d_hidden, gate, up), E5M2, of_both, row_scale=by_weight
+        call, "gate_gradient", (d_hidden, gate, up), E5M2, of_both, shared=True, row_scale=by_weight
     )
     *of_gated, of_weight = found
     pairs = zip((x8_t, x8_t, hidden8_t), (gate8_t, up8_t, g8_t), call.w_dtypes, strict=True)
     of_matrices = tuple(_contraction(call, left, right, places.sizes, dtype) for left, right, dtype in pairs)
     of_matrices, (gate8, up8) = order.weights_first(of_matrices, (gate8, up8))
-    of_rows = _product(call, gate8, w_gate8, places.sizes)
-    dx = _sums(_product(call, up8, w_up8, places.sizes, residual=of_rows), places).astype(call.x_dtype)
+    dx = _sums(_product(call, places.sizes, gate8, w_gate8, up8, w_up8), places).astype(call.x_dtype)
     dweights = of_weight.at[places.row].get(mode="fill", fill_value=0).astype(weights.dtype)
     new = None
     if state is not None:

@@ -206,16 +206,28 @@ def both_ways(
 
 
 def of_gates(
-    call: Products, of: str, arrays: tuple[jax.Array, ...], dtype: Any, scales: Sequence[Any], **of_rows: Any
+    call: Products,
+    of: str,
+    arrays: tuple[jax.Array, ...],
+    dtype: Any,
+    scales: Sequence[Any],
+    shared: bool = False,
+    row_scale: jax.Array | None = None,
 ) -> tuple[list[tuple[Quantized, Quantized]], tuple[jax.Array, ...]]:
     """Each result of `quantizing.both_ways`, quantized, and the same transposed; then what else that gives.
 
-    scales: of each result. Known ones: then also its largest value. None: it is found before. of_rows: as there.
+    scales: of each result. Known ones: then also its largest value. None: it is found before. shared: all results have the
+    largest of their scales. row_scale: as there.
     """
-    quantized = functools.partial(quantizing.both_ways, arrays, out_dtype=dtype, of=of, backend=call.backend, **of_rows)
+    quantized = functools.partial(
+        quantizing.both_ways, arrays, out_dtype=dtype, of=of, row_scale=row_scale, backend=call.backend
+    )
     known = None not in scales
     if not known:
-        scales = [scale_or_one(one, dtype) for one in quantized((), amax="only")]
+        largest = quantized((), amax="only")
+        scales = [scale_or_one(one, dtype) for one in ([functools.reduce(jnp.maximum, largest)] if shared else largest)]
+    if shared:
+        scales = [functools.reduce(jnp.maximum, scales)] * (2 if of == "gate_gradient" else 1)
     found, count = quantized(scales, amax="also" if known else "none"), 2 * len(scales)
     pairs = zip(found[:count:2], found[1:count:2], scales, strict=True)
     return [((values, scale), (values_t, scale)) for values, values_t, scale in pairs], found[count:]

@@ -290,9 +290,15 @@ def product(
     return _batchable(call, tuple(extra))(lhs, rhs, sizes, *extra.values())
 
 
-def sum_of_two(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, lhs2: jax.Array, rhs2: jax.Array) -> jax.Array:
-    """lhs rhs + lhs2 rhs2 by group, accumulated in float32 and rounded once. It has no gradient."""
-    return _batchable(call, ("lhs2", "rhs2"))(lhs, rhs, sizes, lhs2, rhs2)
+def sum_of_two(
+    call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, lhs2: jax.Array, rhs2: jax.Array, *scales: jax.Array
+) -> jax.Array:
+    """lhs rhs + lhs2 rhs2 by group, accumulated in float32 and rounded once. It has no gradient.
+
+    scales: scale_lhs and scale_rhs of both products, where the call has them.
+    """
+    names = ("lhs2", "rhs2", "scale_lhs", "scale_rhs")[: 2 + len(scales)]
+    return _batchable(call, names)(lhs, rhs, sizes, lhs2, rhs2, *scales)
 
 
 def gated_gradients(

@@ -49,7 +49,7 @@ class Problem:
       answer.
     group_offset: whether rhs has the groups of a shard: the first group's first row comes before the sizes.
     row_scale: whether each row is multiplied by a factor of its own, [m], after the activation.
-    second: whether a second pair of lhs and rhs, of the same shapes, is multiplied and added.
+    second: whether a second pair of lhs and rhs, of the same shapes and scales, is multiplied and added.
     rhs_dtype: of rhs where it is the other of the two 8-bit floats; "none" where it is dtype.
     scales: of `fp8.SCALES`, float32 numbers that the product is multiplied by before the bias: "none"; "tensor", scale_lhs[1]
       and scale_rhs[groups]; "row", scale_lhs[m] and scale_rhs[groups, n]; "block", scale_lhs[m, k / 128] and
@@ -133,8 +133,10 @@ def _supports_operands(p: Problem, gpu: Gpu) -> str | None:
         return f"out_dtype {p.out_dtype} is not one of bfloat16, float16, float32: cast the result, or use backend='xla'"
     if p.scales not in fp8.SCALES:
         return f"scales={p.scales!r} is not one of {', '.join(fp8.SCALES)}"
-    if p.second:
-        return "two products of 8-bit floats are not added up in one: use backend='xla'"
+    if p.second and p.scales not in ("none", "tensor"):
+        return (
+            f"two products of 8-bit floats are added up in one with scales of operands, which both share, not scales={p.scales}"
+        )
     if p.layout != "nt":
         return (
             f"layout {p.layout} of 8-bit floats: wgmma reads them along k only; store rhs as [groups, n, k] "
@@ -264,7 +266,7 @@ def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     second = []
     if p.second:
         keys = jax.random.split(jax.random.fold_in(key, 5))
-        second = [jax.random.normal(key, x.shape, p.dtype) for key, x in zip(keys, (lhs, rhs), strict=True)]
+        second = [_normal(key, x.shape, x.dtype.name) for key, x in zip(keys, (lhs, rhs), strict=True)]
     if p.gated_gradient:
         rhs /= jnp.asarray(math.sqrt(max(p.k, 1)), p.dtype)
         second = [jax.random.normal(key, (p.m, p.n), p.dtype) for key in jax.random.split(jax.random.fold_in(key, 5))]
@@ -294,7 +296,7 @@ def scale_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
 
 def tolerance(problem: Problem) -> float:
     """`common.tolerance`, and of 8-bit floats what their sums add (`fp8.accumulation_error`)."""
-    return common.tolerance(problem) + fp8.accumulation_error(problem.dtype, problem.k, problem.scales)
+    return common.tolerance(problem) + fp8.accumulation_error(problem.dtype, (1 + problem.second) * problem.k, problem.scales)
 
 
 def flops(problem: Problem) -> int:

@@ -166,8 +166,8 @@ def _compiled(tile: Tile, refs: _Refs) -> None:
         by = [mosaic.inline_ptx("ld.global.nc.f32 $0, [$1];", scale, result_types=ir.F32Type.get()) for scale in scales]
         own = [arith.addi(smem[0], i32(number * c.tile_columns * c.tile_rows)) for number in range(len(values))]
         seen = [i32(0)] * len(largest)
-        for chunk in place.chunks():
-            rows_of = _Rows.of(chunk, index, of_rows, sums)
+        chunks = place.chunks()
+        for chunk, rows_of in zip(chunks, [_Rows.of(chunk, index, of_rows, sums) for chunk in chunks], strict=True):
             found, seen = _round(chunk, sources, by, [first for first, _ in values], seen, rows_of)
             for rows, start in zip(found, own, strict=True):
                 chunk.store_transposed(start, rows)
@@ -185,30 +185,34 @@ def _compiled(tile: Tile, refs: _Refs) -> None:
 class _Rows:
     """What a thread knows of the 16 rows of a chunk.
 
-    starts: where each begins in what is read, and whether there is such a row; empty where these are the chunk's own. factors:
-    of each row, or none. sums: where the sums of the rows go, or nowhere.
+    numbers: of each row, which one it is of what is read; none where these are the chunk's own. factors: of each row, or none.
+    sums: where the sums of the rows go, or nowhere.
     """
 
-    starts: list[tuple[Any, Any]]
+    numbers: list[Any]
     factors: list[Any]
     sums: tuple[Any, ...]
 
     @classmethod
-    def of(cls, chunk: Chunk, index: Sequence[Any], of_rows: Sequence[Any], sums: Sequence[Any]) -> _Rows:
-        p = chunk.place.problem
-        starts: list[tuple[Any, Any]] = []
-        for number in chunk.of_rows(index[0], word()) if index else ():
-            known = arith.cmpi(arith.CmpIPredicate.ult, number, i32(p.gathered))
-            starts.append((offset_of(arith.select(known, number, i32(0)), p.columns, chunk.place.first), known))
-        return cls(starts, chunk.of_rows(of_rows[0], ir.F32Type.get()) if of_rows else [], tuple(sums))
+    def of(cls, chunk: Chunk, index: Sequence[Any], factors: Sequence[Any], sums: Sequence[Any]) -> _Rows:
+        numbers, floats = (
+            chunk.of_rows(given[0], kind) if given else [] for given, kind in ((index, word()), (factors, ir.F32Type.get()))
+        )
+        return cls(numbers, floats, tuple(sums))
 
     def load(self, chunk: Chunk, source: Any, i: int, how: str) -> list[Any]:
-        """A thread's columns of row i, as words; zeros where there is no such row."""
-        p, c = chunk.place.problem, chunk.place.config
-        if not self.starts:
-            return load(p, c, source, chunk.offset(i), how)
-        start, known = self.starts[i]
-        return [arith.select(known, one, i32(0)) for one in load(p, c, source, start, how)]
+        """A thread's columns of row i, as words."""
+        p, c, at = chunk.place.problem, chunk.place.config, chunk.offset(i)
+        if self.numbers:
+            at = offset_of(arith.select(self._known(p, i), self.numbers[i], i32(0)), p.columns, chunk.place.first)
+        return load(p, c, source, at, how)
+
+    def read(self, p: Problem, i: int, words: Sequence[Any]) -> Sequence[Any]:
+        """The words of row i that were loaded, zeros where there is no such row."""
+        return [arith.select(self._known(p, i), one, i32(0)) for one in words] if self.numbers else words
+
+    def _known(self, p: Problem, i: int) -> Any:
+        return arith.cmpi(arith.CmpIPredicate.ult, self.numbers[i], i32(p.gathered))
 
     def scaled(self, i: int, results: Sequence[Any]) -> Sequence[Any]:
         """The results of a column times row i's factor."""
@@ -230,7 +234,7 @@ def _round(
     for rows in itertools.batched(range(ROWS), c.ahead or ROWS):  # so many are loaded before the first is rounded
         loaded = [[rows_of.load(chunk, source, i, how) for source in sources] for i in rows]
         for i, words in zip(rows, loaded, strict=True):
-            numbers = [floats(p.dtype, of_one) for of_one in words]
+            numbers = [floats(p.dtype, rows_of.read(p, i, of_one)) for of_one in words]
             each = [_COMPUTED[p.of](*of_column) for of_column in zip(*numbers, strict=True)]
             if rows_of.sums:  # of d silu(gate) times up
                 products = [arith.mulf(of_up, up) for (_, of_up), up in zip(each, numbers[-1], strict=True)]

@@ -286,8 +286,7 @@ def scale_shapes(p: Problem) -> list[tuple[int, ...]]:
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
     """Random normal numbers, and a scale for each result: with it, few saturate."""
     p = problem
-    shape = (p.gathered or p.rows, p.columns)
-    shape = shape if p.batch == 1 else (p.batch, *shape)
+    shape = (*(p.batch,) * (p.batch > 1), p.gathered or p.rows, p.columns)
     of_rows = jax.random.fold_in(key, 0)
     arrays = [jax.random.normal(one, shape, p.dtype) for one in jax.random.split(key, p.sources)]
     if p.gathered:  # one in sixteen names no row
