@@ -25,6 +25,7 @@ from mgpu_ops.core import mesh, order
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.grouped import grouped_matmul, ragged_contraction
 from mgpu_ops.grouped.calls import checked_spread
+from mgpu_ops.grouped.ragged_contraction.problem import PADDED, padded
 from mgpu_ops.grouped.sizes import Spread
 from mgpu_ops.matmul import quantizing
 from mgpu_ops.matmul.fp8 import E4M3, E5M2, FLOATS, Products, Quantized, next_state, of_gates, of_mesh
@@ -32,8 +33,6 @@ from mgpu_ops.matmul.fp8_gated import CURRENT, Fp8GatedState, checked_gated_stat
 from mgpu_ops.matmul.rounding import largest_finite, scale_or_one
 from mgpu_ops.moe import checked_experts, counting_sort, routed, rule_of_experts
 from mgpu_ops.registry import dispatch, partition
-
-PADDED = 128  # rows of an expert begin at multiples of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +163,6 @@ def padded_rows(assignments: int, experts: int) -> int:
     return (assignments + (PADDED - 1) * min(assignments, experts)) // PADDED * PADDED
 
 
-def padded_sizes(sizes: jax.Array) -> jax.Array:
-    """How many rows experts have with the padding."""
-    return -(-sizes // PADDED) * PADDED
-
-
 def sorted_and_padded(experts: jax.Array, count: int) -> Padded:
     """experts: integers [tokens, top_k]; one outside of 0 to count - 1 names no expert."""
     tokens, top_k = experts.shape
@@ -176,8 +170,8 @@ def sorted_and_padded(experts: jax.Array, count: int) -> Padded:
     key = jnp.where((experts >= 0) & (experts < count), experts, count).astype(jnp.int32).reshape(-1)
     positions, sizes = counting_sort(key, count + 1)
     sizes = sizes[:-1]
-    ends, ends_padded = (jnp.cumsum(one, dtype=jnp.int32) for one in (sizes, padded_sizes(sizes)))
-    moved = (ends_padded - padded_sizes(sizes)) - (ends - sizes)
+    starts, starts_padded = (jnp.cumsum(one, dtype=jnp.int32) - one for one in (sizes, padded(sizes, rows)))
+    moved = starts_padded - starts
     positions, moved, key = mesh.same_mesh_axes(positions, jnp.append(moved, 0), key)
     row = jnp.where(key < count, positions + moved.at[key].get(mode="promise_in_bounds"), rows)
     none, row, token = mesh.same_mesh_axes(
@@ -237,7 +231,7 @@ def _product(call: _Call, sizes: jax.Array, lhs: Quantized, rhs: Quantized, *sec
     (l8, scale_lhs), (r8, scale_rhs) = lhs, rhs
     of = grouped_matmul.Call(True, call.x_dtype, "none", call.spread, None, call.backend, scales="tensor")
     scales = scale_lhs.reshape(1), jnp.broadcast_to(scale_rhs, (r8.shape[0],))
-    l8, r8, sizes, *rest = mesh.same_mesh_axes(l8, r8, padded_sizes(sizes), *(values for values, _ in second), *scales)
+    l8, r8, sizes, *rest = mesh.same_mesh_axes(l8, r8, padded(sizes, l8.shape[0]), *(values for values, _ in second), *scales)
     if second:
         return grouped_matmul.sum_of_two(of, l8, r8, sizes, *rest)
     return grouped_matmul.product(of, l8, r8, sizes, scale_lhs=rest[0], scale_rhs=rest[1])
