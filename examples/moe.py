@@ -2,12 +2,13 @@
 
     python examples/moe.py --steps 20                  # through the kernels on a Hopper GPU, elsewhere through XLA
     python examples/moe.py --steps 20 --backend xla    # through XLA anywhere: the same losses within rounding
+    python examples/moe.py --steps 20 --fp8            # all products of the experts, forward and backward, in 8-bit floats
 
 A router scores the experts for each token; the best `top_k` of them each compute down(silu(gate(x)) * up(x)) with matrices of
 their own, and the results are summed with the router's weights. An expert's matrices meet only the tokens that were sent to it,
 and no token is dropped, however uneven the routing. `expert_parallel.py` shares the experts among devices.
 
-Parameters, router and optimizer are float32. The experts multiply bfloat16 and accumulate float32.
+Parameters, router and optimizer are float32. The experts multiply bfloat16, or 8-bit floats, and accumulate float32.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Layer:
     hidden: int = 256  # of an expert
     experts: int = 8
     top_k: int = 2  # experts per token
+    fp8: bool = False  # the experts' products
 
 
 def init(layer: Layer, key: jax.Array) -> Params:
@@ -64,7 +66,8 @@ def moe(layer: Layer, params: Params, x: jax.Array, backend: Backend | None = No
     """The layer's output [tokens, width] and the balance loss, for x [tokens, width]."""
     logits = jnp.matmul(x, params["router"], precision="highest")
     x, gate, up, down = (y.astype(jnp.bfloat16) for y in (x, params["gate"], params["up"], params["down"]))
-    out = mgpu_ops.moe(x, logits, gate, up, down, layer.top_k, backend=backend)
+    run = mgpu_ops.fp8_moe if layer.fp8 else mgpu_ops.moe
+    out = run(x, logits, gate, up, down, layer.top_k, backend=backend)
     return out.astype(jnp.float32), balance_loss(layer, logits)
 
 
@@ -128,9 +131,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a mixture-of-experts layer for some steps and print the losses.")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=1024, help="per step")
+    parser.add_argument("--fp8", action="store_true", help="multiply in 8-bit floats (current scaling)")
     parser.add_argument("--backend", choices=["mosaic", "xla"], help="default: mosaic on a Hopper GPU, elsewhere xla")
     args = parser.parse_args(arguments)
-    for step, value in enumerate(train(Layer(), args.steps, args.tokens, args.backend), 1):
+    for step, value in enumerate(train(Layer(fp8=args.fp8), args.steps, args.tokens, args.backend), 1):
         print(f"step {step:3}  loss {value:.4f}")
 
 

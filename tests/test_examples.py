@@ -88,6 +88,12 @@ def test_training_lowers_the_loss_as_the_dense_layer_does(monkeypatch):
     assert losses == pytest.approx(moe.train(SMALL, steps=12, tokens=256), rel=1e-2)
 
 
+def test_training_in_8_bits_lowers_the_loss_nearly_as_much():
+    in_16, in_8 = (moe.train(dataclasses.replace(SMALL, fp8=fp8), steps=12, tokens=256) for fp8 in (False, True))
+    assert in_8[-1] < 0.5 * in_8[0]
+    assert in_8 == pytest.approx(in_16, rel=0.1)
+
+
 @thorough.only_in_all
 def test_the_interpreted_kernel_computes_the_same_loss():
     params, x, target = inputs(moe.Layer(width=16, hidden=16, experts=2, top_k=2), 20)

@@ -41,6 +41,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
         ops.quantized_matmul,
         ops.cross_entropy,
         ops.moe,
+        ops.moe_fp8,
         ops.collectives,
         programs.program,
         programs.program_h100,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.figures.lines import HEAD, Problem, files, line, of_dense, problems, sources, strip
+from scripts.figures.lines import HEAD, Problem, files, line, newest, of_dense, problems, sources, strip
 
 
 def rooflines(results: Path, *landmarks: tuple[str, str, str, tuple[str, ...]]) -> Iterator[str]:
@@ -168,6 +168,25 @@ def moe(results: Path) -> Iterator[str]:
     for what, found in zip(("forward", "forward + backward"), elsewhere, strict=True):
         yield line(f"on an H100, {what}", parts, found, "fastest-parts")
     yield from sources(*files(layers, both, every, *elsewhere))
+
+
+def moe_fp8(results: Path) -> Iterator[str]:
+    """Layers of experts, forward and backward, in 16 and in 8 bits."""
+    found = [p for gpu in ("h200", "h100") for p in found_of(results, rf"{gpu}-moe\+grad-fp8")]
+    yield "| GPU | layer | rows an expert | `moe`, ms | `fp8_moe`, ms | with a state, ms | 16 bits over it |"
+    yield "|---" * 7 + "|"
+    for p in found:
+        tokens, _, _, experts, top_k = p.shape
+        times = [p.us(impl) / 1000 for impl in ("mgpu_ops", "fp8", "fp8-delayed")]
+        gpu = "H200" if "h200" in p.file.name else "H100"
+        cells = gpu, p.name, tokens * top_k // experts, *(f"{ms:.2f}" for ms in times), f"{times[0] / times[2]:.2f}x"
+        yield f"| {' | '.join(map(str, cells))} |"
+    yield from sources(*files(found))
+
+
+def found_of(results: Path, what: str) -> list[Problem]:
+    """The problems of benchmarks, of which there may be none."""
+    return problems(results, what) if any(newest(results, what)) else []
 
 
 def layers_of_experts(results: Path, passes: str = "", gpu: str = "h200") -> list[Problem]:

@@ -80,7 +80,7 @@ def _baseline(op: str) -> Competitor:
 
     usual = baseline_of(spec, next(iter(spec.shapes.values())))
     yardstick = usual.run is not spec.reference
-    return Competitor(lambda problem, gpu: None, partial(_under_jit, run), differentiable=True, yardstick=yardstick)
+    return Competitor(_always, partial(_under_jit, run), differentiable=True, yardstick=yardstick)
 
 
 # --- jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu ---------------------------------------------------------------
@@ -626,6 +626,15 @@ def _faster_unavailable(problem: layers.Problem, gpu: Gpu) -> str | None:
     return _jax_unavailable("transposed_ragged_dot_mgpu", problem.gate_up, gpu) or _tokamax_layer_unavailable(problem, gpu)
 
 
+def _layer_of_8_bits(context: TuningContext) -> Prepared:
+    state = layers.state_after(context.problem, context.arrays)
+    return partial(layers.in_8_bits, context.problem, state=state), "delayed scaling, after two steps"
+
+
+def _always(problem: Any, gpu: Gpu) -> None:
+    return None
+
+
 _FUSED: dict[str, Any] = {"differentiable": True, "arrays": layers.fused, "answers": layers.unfused}
 
 COMPETITORS: dict[str, dict[str, Competitor]] = {
@@ -634,6 +643,9 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
         "tokamax": Competitor(_tokamax_layer_unavailable, partial(_layer_of, _tokamax, _tokamax), tuned=True, **_FUSED),
         "tokamax-default": Competitor(_tokamax_layer_unavailable, partial(_under_jit, layers.composed_of_tokamax), **_FUSED),
         "lax": Competitor(layers.expanded_bytes, partial(_under_jit, layers.composed_of_lax), **_FUSED),
+        # Yardsticks: rounded to 8 bits, whose errors are not those of 16.
+        "fp8": Competitor(_always, partial(_under_jit, layers.in_8_bits), differentiable=True, yardstick=True),
+        "fp8-delayed": Competitor(_always, _layer_of_8_bits, differentiable=True, yardstick=True),
     },
     "matmul": {
         "xla": _baseline("matmul"),

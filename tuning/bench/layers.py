@@ -125,6 +125,26 @@ def call(problem: Problem, backend: dispatch.Backend | None) -> Callable[..., ja
     return partial(mgpu_ops.moe, top_k=problem.top_k, spread=spread, backend=backend)
 
 
+def in_8_bits(problem: Problem, *arrays: jax.Array, state: mgpu_ops.Fp8GatedState | None = None) -> jax.Array:
+    """The same by `mgpu_ops.fp8_moe`."""
+    spread = checked_spread(problem.spread)  # type: ignore[arg-type]
+    return partial(mgpu_ops.fp8_moe, top_k=problem.top_k, state=state, spread=spread)(*arrays)
+
+
+def state_after(problem: Problem, arrays: tuple[jax.Array, ...], steps: int = 2) -> mgpu_ops.Fp8GatedState:
+    """What delayed scaling knows of these arrays after some steps, the gradient of whose result is random."""
+    g = jax.random.normal(jax.random.key(3), arrays[0].shape, arrays[0].dtype)
+
+    def value(state: mgpu_ops.Fp8GatedState, *arrays: jax.Array) -> jax.Array:
+        out = in_8_bits(problem, *arrays, state=state)
+        return jnp.sum(out.astype(jnp.float32) * g)
+
+    state, step = mgpu_ops.Fp8GatedState.init(16), jax.jit(jax.grad(value))
+    for _ in range(steps):
+        state = step(state, *arrays)
+    return state
+
+
 def _nothing(*_: Any) -> None:
     return None
 
