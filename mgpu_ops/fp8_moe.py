@@ -117,7 +117,7 @@ def fp8_moe_experts(
     Raises ValueError and TypeError for what `moe_experts` and `fp8_gated_mlp` refuse.
     """
     op = "fp8_moe_experts"
-    arrays, _ = checked_experts(
+    arrays, count = checked_experts(
         op, x, weights, experts, (w_gate, w_up, w_down), num_experts=num_experts, group_offset=group_offset, mixed=FLOATS
     )
     floats = [arrays[0], *arrays[3:6]]
@@ -134,7 +134,8 @@ def fp8_moe_experts(
 
     def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
         for offset in rest[3:]:
-            experts = jnp.where((experts >= offset) & (experts - offset < own), experts - offset, -1)
+            here = (experts >= 0) & (experts < count) & (experts >= offset) & (experts - offset < own)
+            experts = jnp.where(here, experts - offset, -1)
         places = sorted_and_padded(experts, own)
         return _layer(call, state, *mesh.same_mesh_axes(x, weights, *rest[:3], *places))
 

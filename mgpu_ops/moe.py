@@ -378,6 +378,10 @@ def checked_experts(
     x, w_gate, w_up, w_down = checked_operands(op, ("x", x, 2), *((name, one, 3) for name, one in named), mixed=mixed)
     if weights.shape != integers.array("experts", experts).shape:
         raise ValueError(f"weights{weights.shape} and experts{np.shape(experts)} differ: both are [tokens, top_k]")
+    if weights.ndim != 2 or weights.shape[0] != x.shape[0]:
+        raise ValueError(f"x{x.shape} and experts{weights.shape}: {op} takes [tokens, d] and [tokens, top_k]")
+    if not w_gate.shape[0]:
+        raise ValueError(f"w_gate{w_gate.shape} has no experts: {op} takes at least one")
     if (num_experts is None) != (group_offset is None):
         raise ValueError(f"num_experts={num_experts} and group_offset={group_offset}: a share of the experts takes both")
     count = None if num_experts is None else _checked_count(num_experts)
