@@ -113,7 +113,7 @@ def test_sides_that_the_kernels_do_not_take_run_through_xla_and_a_log_line_says_
 
 
 @pytest.mark.usefixtures("no_races")
-@pytest.mark.parametrize("state", [None, Fp8GatedState.init(2)], ids=["current", "delayed"])
+@pytest.mark.parametrize("state", [None, pytest.param(Fp8GatedState.init(2), marks=only_in_all)], ids=["current", "delayed"])
 def test_the_interpreted_kernels_together_are_xlas_layer_without_races(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of `quantize` runs too, as on a GPU."""
     arrays = *layer(24, 32, 48, 3), state

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops import Fp8GatedState, QuantizeProblem, fp8_moe, fp8_moe_experts, moe_route
@@ -155,6 +155,18 @@ def test_a_state_that_all_devices_share_is_that_of_the_mesh() -> None:
     given = Fp8GatedState.init(2), WEIGHTS, *ARRAYS
     for found, wanted in zip(jax.tree.leaves(split(*given)), jax.tree.leaves(jax.jit(next_of)(*given)), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-3)
+
+
+def test_over_automatic_axes_of_a_mesh_a_state_has_seen_all_devices() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    of_rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["data"], []))
+    state = Fp8GatedState.init(2)
+    placed = [jax.device_put(x, of_rows if i < 2 else whole) for i, x in enumerate(ARRAYS)]
+    (found, new), (wanted, expected) = step(jax.device_put(state, whole), *placed), step(state, *ARRAYS)
+    for name, one, other in zip(NAMES, found, wanted, strict=True):
+        assert share(one, other) < ALIKE, name
+    for one, other in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3)
 
 
 def test_with_a_state_no_array_is_read_for_its_largest_value_alone() -> None:
