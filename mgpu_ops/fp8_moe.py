@@ -128,13 +128,14 @@ def fp8_moe_experts(
     if state is not None and mesh.explicit_axes(mesh.mesh_of(arrays)):
         raise ValueError(f"{op} has no state over explicit axes of a mesh: call it in jax.shard_map, or leave the state out")
     own = arrays[3].shape[0]
+    every = own if count is None else count
     integers.check_count("the rows of all experts, each padded to 128,", padded_rows(arrays[2].size, own))
     x_dtype, *w_dtypes = (array.dtype.name for array in floats)
     call = _Call("tensor", dispatch.requested_backend(backend), checked_spread(spread), x_dtype, tuple(w_dtypes))
 
     def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
         for offset in rest[3:]:
-            here = (experts >= 0) & (experts < count) & (experts >= offset) & (experts - offset < own)
+            here = (experts >= 0) & (experts < every) & (experts >= offset) & (experts - offset < own)
             experts = jnp.where(here, experts - offset, -1)
         places = sorted_and_padded(experts, own)
         return _layer(call, state, *mesh.same_mesh_axes(x, weights, *rest[:3], *places))
