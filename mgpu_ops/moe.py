@@ -240,8 +240,13 @@ _BLOCKS = 64  # whose counts are added up one by one
 
 
 def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
-    """The argument `experts` as an array: what int32 does not hold names no expert, -1, and does not wrap around to one."""
+    """The argument `experts` as an array: what int32 does not hold names no expert, -1, and does not wrap around to one.
+
+    Nor may the number of experts, which is compared with them: 200 is -56 in int8.
+    """
     found = integers.array("experts", experts)
+    if isinstance(found, jax.Array) and found.dtype.itemsize < 4:
+        return found.astype(jnp.int32)
     if not isinstance(found, jax.Array):
         found = np.where((found >= 0) & (found <= integers.INT32.max), found.astype(np.int64), -1).astype(np.int32)
     return jnp.asarray(found)
