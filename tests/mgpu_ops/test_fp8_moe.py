@@ -174,7 +174,11 @@ def test_any_routing_gives_the_experts_results_and_gradients(data: Any) -> None:
     chosen = np.random.default_rng(data.draw(strategies.integers(0, 99))).integers(-1, count + 1, (tokens, top_k))
     arrays = routed(tokens, chosen.astype(np.int32), count)  # a token may name an expert twice, and none
     found, wanted = with_gradients(fp8_moe_experts, *arrays), in_float32(*arrays)
-    assert_right(found, wanted)
+    known = int(((chosen >= 0) & (chosen < count)).sum())
+    typical = 2 * np.sqrt(known)  # that of few weights is a sum that may be near 0: its error is a share of what others are
+    off = np.linalg.norm(np.asarray(found[2] - wanted[2]))
+    assert off <= OF_GRADIENTS * max(typical, np.linalg.norm(wanted[2]))
+    assert_right([*found[:2], wanted[2], *found[3:]], wanted)
     np.testing.assert_array_equal(np.asarray(found[2])[(chosen < 0) | (chosen >= count)], 0)
     for of_matrix in found[3:]:
         of_unused = np.asarray(of_matrix, np.float32)[~np.isin(np.arange(count), chosen)]
