@@ -117,7 +117,7 @@ def fp8_moe_experts(
     Raises ValueError and TypeError for what `moe_experts` and `fp8_gated_mlp` refuse.
     """
     op = "fp8_moe_experts"
-    arrays, _ = checked_experts(
+    arrays, count = checked_experts(
         op, x, weights, experts, (w_gate, w_up, w_down), num_experts=num_experts, group_offset=group_offset, mixed=FLOATS
     )
     floats = [arrays[0], *arrays[3:6]]
@@ -128,13 +128,15 @@ def fp8_moe_experts(
     if state is not None and mesh.explicit_axes(mesh.mesh_of(arrays)):
         raise ValueError(f"{op} has no state over explicit axes of a mesh: call it in jax.shard_map, or leave the state out")
     own = arrays[3].shape[0]
+    every = own if count is None else count
     integers.check_count("the rows of all experts, each padded to 128,", padded_rows(arrays[2].size, own))
     x_dtype, *w_dtypes = (array.dtype.name for array in floats)
     call = _Call("tensor", dispatch.requested_backend(backend), checked_spread(spread), x_dtype, tuple(w_dtypes))
 
     def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
         for offset in rest[3:]:
-            experts = jnp.where((experts >= offset) & (experts - offset < own), experts - offset, -1)
+            here = (experts >= 0) & (experts < every) & (experts >= offset) & (experts - offset < own)
+            experts = jnp.where(here, experts - offset, -1)
         places = sorted_and_padded(experts, own)
         return _layer(call, state, *mesh.same_mesh_axes(x, weights, *rest[:3], *places))
 
@@ -189,6 +191,8 @@ def _of_rows(of_assignments: jax.Array, places: Padded) -> jax.Array:
 
 def _sums(rows: jax.Array, places: Padded) -> jax.Array:
     """For each token the sum of its assignments' rows, in their order, in float32."""
+    if not rows.size:  # jax.vmap does not see that a gather of nothing is of an array that it maps
+        return jnp.broadcast_to(jnp.sum(rows, 0, dtype=jnp.float32), (places.row.shape[0], rows.shape[1]))
     each = [rows.at[places.row[:, j]].get(mode="fill", fill_value=0) for j in range(places.row.shape[1])]
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((places.row.shape[0], rows.shape[1]), jnp.float32), rows)
     return functools.reduce(jnp.add, (one.astype(jnp.float32) for one in each), zeros)

@@ -240,8 +240,13 @@ _BLOCKS = 64  # whose counts are added up one by one
 
 
 def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
-    """The argument `experts` as an array: what int32 does not hold names no expert, -1, and does not wrap around to one."""
+    """The argument `experts` as an array: what int32 does not hold names no expert, -1, and does not wrap around to one.
+
+    Nor may the number of experts, which is compared with them: 200 is -56 in int8.
+    """
     found = integers.array("experts", experts)
+    if isinstance(found, jax.Array) and found.dtype.itemsize < 4:
+        return found.astype(jnp.int32)
     if not isinstance(found, jax.Array):
         found = np.where((found >= 0) & (found <= integers.INT32.max), found.astype(np.int64), -1).astype(np.int32)
     return jnp.asarray(found)
@@ -378,6 +383,10 @@ def checked_experts(
     x, w_gate, w_up, w_down = checked_operands(op, ("x", x, 2), *((name, one, 3) for name, one in named), mixed=mixed)
     if weights.shape != integers.array("experts", experts).shape:
         raise ValueError(f"weights{weights.shape} and experts{np.shape(experts)} differ: both are [tokens, top_k]")
+    if weights.ndim != 2 or weights.shape[0] != x.shape[0]:
+        raise ValueError(f"x{x.shape} and experts{weights.shape}: {op} takes [tokens, d] and [tokens, top_k]")
+    if not w_gate.shape[0]:
+        raise ValueError(f"w_gate{w_gate.shape} has no experts: {op} takes at least one")
     if (num_experts is None) != (group_offset is None):
         raise ValueError(f"num_experts={num_experts} and group_offset={group_offset}: a share of the experts takes both")
     count = None if num_experts is None else _checked_count(num_experts)

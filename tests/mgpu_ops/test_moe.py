@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import mgpu_ops
-from mgpu_ops import moe, moe_combine, moe_dispatch, moe_experts, moe_route
+from mgpu_ops import fp8_moe_experts, moe, moe_combine, moe_dispatch, moe_experts, moe_route
 from mgpu_ops.core import gpu
 from tests import thorough
 from tests.arrays import normal
@@ -256,6 +256,20 @@ def test_a_number_that_names_no_expert_does_not_wrap_around_to_one(number):
     out = np.asarray(moe_experts(x, weights, experts, w, w, w.mT), np.float32)
     assert out[0].any()
     assert not out[1].any()
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("int8", 200), ("uint8", 300), ("int4", 9), ("uint4", 40), ("uint32", 5)])
+def test_more_experts_than_the_dtype_of_their_numbers_holds(dtype, count):
+    experts = jnp.asarray([[0], [4], [7], [1]], jnp.int32).astype(dtype)
+    x = normal(0, 4, 8, dtype=BF16)
+    found, wanted = (moe_dispatch(x, numbers, count) for numbers in (experts, experts.astype("int32")))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+    w = normal(1, count, 8, 16, dtype=BF16)
+    for layer in (moe_experts, fp8_moe_experts):
+        run = functools.partial(layer, x, jnp.ones((4, 1)), w_gate=w, w_up=w, w_down=w.mT)
+        for share in ({}, {"num_experts": count, "group_offset": jnp.int32(0)}):
+            np.testing.assert_array_equal(run(experts, **share), run(experts.astype("int32"), **share))
 
 
 def test_dispatch_sorts_rows_by_expert_in_the_order_of_tokens_and_combine_takes_them_back():
