@@ -33,6 +33,7 @@ from mgpu_ops.core.tile_scheduler import Int
 
 CONSUMERS = 2
 SQUARE = (ROWS, ROWS)
+_LONG = 1024  # keys: with segments, beginnings and ends of shorter tiles weigh
 _EVENED_OUT = 128  # tiles of an SM with lengths or segments: where there are more, short ones lie on all SMs
 TILE_COST = 4  # what a kv block takes beside its q blocks, in tiles of 64 rows
 # As turns are planned: the time of a step, and how much later the next kv block adds to the same rows. Longer than it takes
@@ -67,8 +68,8 @@ def thread_blocks(p: BackwardProblem, tiles: int, gpu: Gpu) -> int:
 
     Which tiles are short is known on the device only: there the GPU gives each SM the next tile when it is idle.
     """
-    each = (p.lengths or p.segments) and tiles <= _EVENED_OUT * gpu.sms
-    return tiles if each else min(gpu.sms, tiles)
+    each = p.lengths or (p.segments and p.kv_tokens >= _LONG)
+    return tiles if each and tiles <= _EVENED_OUT * gpu.sms else min(gpu.sms, tiles)
 
 
 def waves(c: BackwardConfig, blocks: int, sms: int) -> float:

@@ -346,7 +346,7 @@ def masks_all(problem: Problem, config: Config) -> bool:
     return p.left + p.right < ROWS * c.compute_warpgroups + _FEW_WHOLE * c.tile_kv
 
 
-_EVENED_OUT = 16  # output tiles of an SM: where there are more, short ones lie on all SMs
+DEALT = 16  # output tiles of an SM: where there are more, short ones lie on all SMs
 _LONG, _FEW_TILES = 8, 2  # kv blocks, and tiles of an SM: beginnings and ends of more and shorter tiles weigh
 
 
@@ -358,7 +358,7 @@ def deals_tiles(problem: Problem, config: Config, tiles: int, gpu: Gpu) -> bool:
     """
     p, c = problem, config
     unknown = p.segments or (p.lengths and p.left is None and p.right is None)
-    few = tiles <= _EVENED_OUT * gpu.sms and (p.kv_tokens >= _LONG * c.tile_kv or tiles <= _FEW_TILES * gpu.sms)
+    few = tiles <= DEALT * gpu.sms and (p.kv_tokens >= _LONG * c.tile_kv or tiles <= _FEW_TILES * gpu.sms)
     return unknown and few and c.compute_warpgroups < 3
 
 
