@@ -176,7 +176,8 @@ def moe_fp8(results: Path) -> Iterator[str]:
     yield "| GPU | layer | rows an expert | `moe`, ms | `fp8_moe`, ms | with a state, ms | 16 bits over it |"
     yield "|---" * 7 + "|"
     for p in found:
-        tokens, _, _, experts, top_k = p.shape
+        tokens, _, _, top_k = p.shape
+        experts = int(re.search(r"g=(\d+)", p.rows["mgpu_ops"]["problem"])[1])  # type: ignore[index]
         times = [p.us(impl) / 1000 for impl in ("mgpu_ops", "fp8", "fp8-delayed")]
         gpu = "H200" if "h200" in p.file.name else "H100"
         cells = gpu, p.name, tokens * top_k // experts, *(f"{ms:.2f}" for ms in times), f"{times[0] / times[2]:.2f}x"

@@ -18,7 +18,7 @@ from tests.mgpu_ops.test_fp8_moe import share
 
 pytestmark = pytest.mark.gpu
 
-LIMIT = 0.03  # of the norm of differences: some numbers are rounded to their other neighbour
+LIMIT = 0.06  # of the norm of differences: some numbers are rounded to their other neighbour
 QUANTIZE = spec_of("quantize")
 
 
