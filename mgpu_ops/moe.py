@@ -256,11 +256,13 @@ _BLOCKS = 64  # whose counts are added up one by one
 
 
 def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
-    """The argument `experts` as an array: what int32 does not hold names no expert, -1, and does not wrap around to one."""
+    """The argument `experts` as int32: what that does not hold names no expert, -1, and does not wrap around to one."""
     found = integers.array("experts", experts)
     if not isinstance(found, jax.Array):
-        found = np.where((found >= 0) & (found <= integers.INT32.max), found.astype(np.int64), -1).astype(np.int32)
-    return jnp.asarray(found)
+        found = np.where((found >= 0) & (found <= integers.INT32.max), found.astype(np.int64), -1)
+    elif not integers.fits(found.dtype):
+        found = jnp.where((found >= 0) & (found <= integers.INT32.max), found, -1)
+    return jnp.asarray(found, jnp.int32)
 
 
 def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
@@ -581,7 +583,7 @@ def _added(rows: jax.Array, positions: jax.Array, weights: jax.Array | None = No
     zero, *_ = mesh.same_mesh_axes(jnp.zeros((positions.shape[0], rows.shape[1]), wide), rows)
     each = (rows.at[positions[:, j]].get(mode="promise_in_bounds").astype(wide) for j in range(positions.shape[1]))
     if weights is not None:
-        each = (row * weights[:, j, None] for j, row in enumerate(each))
+        each = (row * weights[:, j, None].astype(wide) for j, row in enumerate(each))
     return functools.reduce(jnp.add, each, zero)
 
 

@@ -258,6 +258,15 @@ def test_a_number_that_names_no_expert_does_not_wrap_around_to_one(number):
     assert not out[1].any()
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_experts_may_have_any_dtype_of_integers_with_more_experts_than_it_numbers(dtype):
+    with jax.enable_x64(True):
+        most = int(jnp.iinfo(dtype).max)  # of a wide dtype no expert
+        numbers = jnp.asarray(np.array([[1], [7], [most]], np.uint64).astype(jnp.dtype(dtype)))
+        sizes = moe_dispatch(jnp.zeros((3, 4)), numbers, 300).group_sizes
+    np.testing.assert_array_equal(sizes, np.bincount([1, 7, *([most] if most < 300 else [])], minlength=300))
+
+
 def test_dispatch_sorts_rows_by_expert_in_the_order_of_tokens_and_combine_takes_them_back():
     experts = np.array([[2, 0], [0, 2], [9, 0], [2, -1]])  # 9 and -1 name no expert
     x = jnp.arange(4.0)[:, None] + jnp.zeros((4, 8))
