@@ -187,6 +187,8 @@ def _of_rows(of_assignments: jax.Array, places: Padded) -> jax.Array:
 
 def _sums(rows: jax.Array, places: Padded) -> jax.Array:
     """For each token the sum of its assignments' rows, in their order, in float32."""
+    if not rows.size:  # jax.vmap does not see that a gather of nothing is of an array that it maps
+        return jnp.broadcast_to(jnp.sum(rows, 0, dtype=jnp.float32), (places.row.shape[0], rows.shape[1]))
     each = [rows.at[places.row[:, j]].get(mode="fill", fill_value=0) for j in range(places.row.shape[1])]
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((places.row.shape[0], rows.shape[1]), jnp.float32), rows)
     return functools.reduce(jnp.add, (one.astype(jnp.float32) for one in each), zeros)

@@ -256,7 +256,10 @@ _BLOCKS = 64  # whose counts are added up one by one
 
 
 def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
-    """The argument `experts` as int32: what that does not hold names no expert, -1, and does not wrap around to one."""
+    """The argument `experts` as int32: what that does not hold names no expert, -1, and does not wrap around to one.
+
+    Nor may the number of experts, which is compared with them: 200 is -56 in int8.
+    """
     found = integers.array("experts", experts)
     if not isinstance(found, jax.Array):
         found = np.where((found >= 0) & (found <= integers.INT32.max), found.astype(np.int64), -1)

@@ -33,7 +33,8 @@ from mgpu_ops.core.tile_scheduler import Int
 
 CONSUMERS = 2
 SQUARE = (ROWS, ROWS)
-_EVENED_OUT = 128  # tiles of an SM with lengths: where there are more, short ones lie on all SMs
+_LONG = 1024  # keys: with segments, beginnings and ends of shorter tiles weigh
+_EVENED_OUT = 128  # tiles of an SM with lengths or segments: where there are more, short ones lie on all SMs
 TILE_COST = 4  # what a kv block takes beside its q blocks, in tiles of 64 rows
 # As turns are planned: the time of a step, and how much later the next kv block adds to the same rows. Longer than it takes
 # (2.3 us, or 1.1 steps) they were slower.
@@ -63,11 +64,12 @@ def _steps(p: BackwardProblem, c: BackwardConfig) -> np.ndarray:
 
 
 def thread_blocks(p: BackwardProblem, tiles: int, gpu: Gpu) -> int:
-    """How many there are for so many tiles of the output: persistent ones, or with lengths as many as tiles.
+    """How many there are for so many tiles of the output: persistent ones, or with lengths or segments as many as tiles.
 
     Which tiles are short is known on the device only: there the GPU gives each SM the next tile when it is idle.
     """
-    return tiles if p.lengths and tiles <= _EVENED_OUT * gpu.sms else min(gpu.sms, tiles)
+    each = p.lengths or (p.segments and p.kv_tokens >= _LONG)
+    return tiles if each and tiles <= _EVENED_OUT * gpu.sms else min(gpu.sms, tiles)
 
 
 def waves(c: BackwardConfig, blocks: int, sms: int) -> float:

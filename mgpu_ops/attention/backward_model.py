@@ -97,7 +97,8 @@ def _backward_producer_registers(problem: BackwardProblem, config: BackwardConfi
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
     """The first fused one of the `backward_candidates`, unless two kernels are modelled well ahead of one with dq_step="same".
 
-    Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With
+    Of long sequences two kernels were not measured beside it, and at short ones dq a step later gains little. With lengths and
+    segments two kernels have to be well ahead of that first one (results/2026-11-27-h100-flash_attention-defaults.jsonl). With
     `deterministic`, turns where the default is one kernel, but with lengths alone and where heads would be padded for them:
     there they were not measured.
     """
@@ -109,13 +110,15 @@ def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
         return in_turns[0] if in_turns else next(c for c in ranked if c.mode == "split")
     best = next(c for c in ranked if c.dq_step == "same")
     fused = [c for c in ranked if c.mode == "fused"] or [best]
-    same = next(c for c in fused if c.dq_step == "same")
-    return best if backward_cost(problem, best, gpu) < _FUSED_MARGIN * backward_cost(problem, same, gpu) else fused[0]
+    beside, margin = next(c for c in fused if c.dq_step == "same"), _FUSED_MARGIN
+    if problem.lengths or problem.segments:
+        beside, margin = fused[0], _FUSED_MARGIN_UNKNOWN
+    return best if backward_cost(problem, best, gpu) < margin * backward_cost(problem, beside, gpu) else fused[0]
 
 
 # Fitted to an H200 (results/2026-11-22-h200-flash_attention-drawn.jsonl, -backward-d128.jsonl, -backward-long.jsonl, and the
 # shipped entries).
-_FUSED_MARGIN = 0.95
+_FUSED_MARGIN, _FUSED_MARGIN_UNKNOWN = 0.95, 0.93
 _TURNS_SECTION = 8
 _TURNS_SECTION_OF_SEGMENTS = 1024  # all heads: their kv blocks are short
 _REACHED = {  # of the rate of the tensor cores, by mode and head dim

@@ -47,7 +47,7 @@ from mgpu_ops.attention.launch import (
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, masks_all
+from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, deals_tiles, masks_all
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine, fragments, regions, tile_scheduler
@@ -67,24 +67,14 @@ def _schedule(p: Problem, c: Config, blocks: int, in_rounds: bool) -> np.ndarray
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks, in_rounds)
 
 
-def _own_tiles(p: Problem, c: Config, blocks: int) -> bool:
-    """Whether each of so many thread blocks has one output tile: then none reads a schedule."""
-    return p.batch * p.q_heads * math.ceil(p.q_tokens / (ROWS * c.compute_warpgroups)) <= blocks
-
-
-_EVENED_OUT = 16  # output tiles of an SM: where there are more, short ones lie on all SMs
-_LONG = 8  # kv blocks: beginnings and ends of shorter tiles weigh, which persistent blocks overlap
+def _tiles(p: Problem, c: Config) -> int:
+    """Output tiles of all heads."""
+    return p.batch * p.q_heads * math.ceil(p.q_tokens / (ROWS * c.compute_warpgroups))
 
 
 def _thread_blocks(p: Problem, c: Config, tiles: int, gpu: Gpu) -> int:
-    """How many there are: persistent ones; or with lengths as many as output tiles, where these are few and long.
-
-    Which of them are short is known on the device only: the GPU then gives each SM the next one when it is idle. With three
-    consumers a kernel of that kind spills, and its products wait for each other.
-    """
-    few = tiles <= _EVENED_OUT * gpu.sms and p.kv_tokens >= _LONG * c.tile_kv
-    each = p.lengths and p.left is None and p.right is None and c.compute_warpgroups < 3
-    return tiles if each and few else min(gpu.sms, tiles)
+    """How many there are: persistent ones; or as many as output tiles, which the GPU deals (`deals_tiles`)."""
+    return tiles if deals_tiles(p, c, tiles, gpu) else min(gpu.sms, tiles)
 
 
 def _masks_many(p: Problem, tile_q: int, tile_kv: int) -> bool:
@@ -124,14 +114,14 @@ class _ThreadBlock:
     @staticmethod
     def of(p: Problem, c: Config, refs: _Refs, outputs: tuple[Any, ...], scratch: Scratch) -> _ThreadBlock:
         out, lse = outputs
-        number = lax.axis_index("block")
+        number = own = lax.axis_index("block")
+        if refs.schedule is None and p.segments and p.right is not None:  # the longest tiles of a head first
+            own = _tiles(p, c) - 1 - number
         return _ThreadBlock(
             p=p,
             c=c,
             x=Operands(p, refs.q, refs.k, refs.v, refs.optional),
-            tiles=tile_scheduler.OwnTile(number)
-            if refs.schedule is None
-            else tile_scheduler.AssignedTiles(refs.schedule, number),
+            tiles=tile_scheduler.OwnTile(own) if refs.schedule is None else tile_scheduler.AssignedTiles(refs.schedule, number),
             out=out,
             lse=lse,
             smem=scratch.smem,
@@ -562,7 +552,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
     tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
-    blocks = _thread_blocks(p, c, p.batch * p.q_heads * tiles, gpu)
+    blocks = _thread_blocks(p, c, _tiles(p, c), gpu)
     bias_stages = bias_steps(p, c, gpu)
     bias_parts = consumers if bias_stages == 1 else 1  # `_ThreadBlock.splits_bias`
     bias_barriers = Pipeline.barriers(bias_stages * bias_parts, copies=1, consumers=consumers // bias_parts)
@@ -591,7 +581,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             **({"bias": bias_barriers} if "bias" in smem else {}),
         },
     )
-    schedule = None if _own_tiles(p, c, blocks) else _schedule(p, c, blocks, comes_in_rounds(gpu, blocks))
+    # Where each thread block has one output tile, none reads a schedule.
+    schedule = None if _tiles(p, c) <= blocks else _schedule(p, c, blocks, comes_in_rounds(gpu, blocks))
     refs = _Refs(schedule, as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
     out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_d), q.dtype)
     out_type = rows_like(out_like), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)

@@ -17,6 +17,7 @@ from mgpu_ops.attention import reference
 from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, rounded_values
 from mgpu_ops.attention.mask import keys_seen, kv_blocks, q_blocks, whole_kv_blocks
 from mgpu_ops.attention.problem import (
+    DEALT,
     KV_CLUSTERS,
     MAX_SPLITS,
     ONE_WARPGROUP,
@@ -164,7 +165,7 @@ _MEASURED_WIDE = {
 }
 _WIDE_FROM = 4096  # keys: 2048 took 2 % longer than with steps of 128
 # A config modelled this much faster than the measured one is the default in its place: by tiles of the measured one for an SM.
-_MARGIN_FEW, _MARGIN_MANY, _FEW_TILES = 1.03, 1.10, 16
+_MARGIN_FEW, _MARGIN_MANY, _FEW_TILES = 1.05, 1.10, 16
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -256,6 +257,10 @@ def _spills(problem: Problem, config: Config, gpu: Gpu) -> bool:
         return True
     if c.tile_kv > 128 and (p.lengths or p.bias != "none"):
         return True
+    if c.compute_warpgroups == 3 and c.tile_kv > PANEL and p.bias != "none":
+        return True
+    if p.lengths and c.tile_kv > PANEL and rounded(p.head_dim) > PANEL * 2 and rounded_values(p.head_dim, p.v_dim) > PANEL * 2:
+        return True
     wide_bias = p.bias == "float32"
     # Of 16 bits, what a tile of the bias takes is part of the rest, but beside a window.
     counts = wide_bias or (p.bias != "none" and c.compute_warpgroups < 3 and p.left is not None)
@@ -314,11 +319,15 @@ class _Fitted:
     tile: float = 1.5e-6  # s of an output tile beside its steps
     refill: float = 2.5e-6  # s more where the next queries cannot load before the output is stored
     uneven: float = 0.23  # of an average tile, that the last block ends later where tiles differ
+    # Of results/2026-11-27-h100-flash_attention-defaults.jsonl:
+    short_causal: float = 0.5  # times as long steps of 64 keys take, where a causal mask is of few keys
+    not_dealt: float = 1.3  # of the time of blocks, where others' tiles are dealt (`deals_tiles`)
     launch: float = 3.35e-6  # s of a kernel: its start, the first loads and the last stores
     schedule: float = 0.1e-6  # s more where a block reads which tiles are its own
 
 
 _FIT = _Fitted()
+_SHORT = 256  # keys
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -346,8 +355,13 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         tiles = tiles + (steps - whole) * _step(p, c, gpu, masked=masks, alone=masks)
     entries, start = typical.batch * p.q_heads, _FIT.launch
     several = len(tiles) * entries > gpu.sms  # for a block
+    if c.tile_kv < 2 * ROWS and p.kv_tokens <= _SHORT and p.right is not None and p.left is None and not p.segments:
+        tiles = tiles * _FIT.short_causal
     tiles = tiles + _FIT.tile + _FIT.refill * (c.q_slots == 1 and several)
     work = shared_out(tiles, entries, gpu)
+    every = _output_tiles(p, c)
+    if (p.lengths or p.segments) and c.compute_warpgroups == 3 and gpu.sms < every <= DEALT * gpu.sms:
+        work *= _FIT.not_dealt
     if several:
         start += _FIT.schedule
         work += _FIT.uneven * float(tiles.mean()) * bool(tiles.min() < tiles.max())

@@ -346,6 +346,22 @@ def masks_all(problem: Problem, config: Config) -> bool:
     return p.left + p.right < ROWS * c.compute_warpgroups + _FEW_WHOLE * c.tile_kv
 
 
+DEALT = 16  # output tiles of an SM: where there are more, short ones lie on all SMs
+_LONG, _FEW_TILES = 8, 2  # kv blocks, and tiles of an SM: beginnings and ends of more and shorter tiles weigh
+
+
+def deals_tiles(problem: Problem, config: Config, tiles: int, gpu: Gpu) -> bool:
+    """Whether the forward kernel has as many thread blocks as output tiles: the GPU gives an SM the next one when it is idle.
+
+    With lengths, and with segments, which tiles are short is known on the device only. With three consumers a kernel of that
+    kind spills, and its products wait for each other.
+    """
+    p, c = problem, config
+    unknown = p.segments or (p.lengths and p.left is None and p.right is None)
+    few = tiles <= DEALT * gpu.sms and (p.kv_tokens >= _LONG * c.tile_kv or tiles <= _FEW_TILES * gpu.sms)
+    return unknown and few and c.compute_warpgroups < 3
+
+
 def splits_keys(problem: Problem) -> str | None:
     """Why no config with `kv_splits` can run `problem`, or None."""
     p = problem

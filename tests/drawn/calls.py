@@ -245,6 +245,20 @@ def _moe(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     return Drawn(f"moe {top} {options}", lambda **xs: mgpu_ops.moe(**xs, top_k=top, **options), arrays, tuple(arrays))
 
 
+def _fp8_moe(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
+    m, g = side(rng, 1, s.rows // 2), rng.choice((2, 4, 9))
+    n, k = side(rng, 16, s.columns // 3, 16), side(rng, 16, s.depth // 4, 16)
+    options: dict[str, Any] = {"top_k": rng.randint(1, min(g, 4)), "norm_topk_prob": rng.random() < 0.5}
+    arrays = {"x": normal(m, k), "router_logits": np.asarray(normal(m, g), np.float32)}
+    arrays |= {name: normal(g, k, n, size=1 / math.sqrt(k)) for name in ("w_gate", "w_up")}
+    arrays["w_down"] = normal(g, n, k, size=1 / math.sqrt(n))
+    if rng.random() < 0.5:
+        options["state"] = mgpu_ops.Fp8GatedState.init(2)
+    of = tuple(name for name in arrays if name != "router_logits" or options["top_k"] > 1 or not options["norm_topk_prob"])
+    label = f"fp8_moe {options['top_k']} {options['norm_topk_prob']} {'delayed' * ('state' in options)}"
+    return Drawn(label, lambda **xs: mgpu_ops.fp8_moe(**xs, **options), arrays, of, True)
+
+
 def _fp8_matmul(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     m, n, k = side(rng, 16, s.rows, 16), side(rng, 16, s.columns, 16), side(rng, 16, s.depth // 2, 16)
     tb = rng.random() < 0.5
@@ -472,6 +486,7 @@ CALLS: dict[str, Callable[[random.Random, Sizes, Any], Drawn]] = {
     "grouped_matmul": _grouped_matmul,
     "gated_grouped_matmul": _gated_grouped_matmul,
     "moe": _moe,
+    "fp8_moe": _fp8_moe,
     "fp8_matmul": _fp8_matmul,
     "fp8_gated_mlp": _fp8_gated_mlp,
     "fp8_grouped_matmul": _fp8_grouped_matmul,

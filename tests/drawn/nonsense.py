@@ -137,6 +137,16 @@ def good() -> dict[str, list[Arguments]]:
                 "activation": "silu",
             }
         ],
+        "fp8_moe": [
+            {"x": x, "router_logits": _array(16, 2, dtype=f32), "w_gate": w3, "w_up": w3, "w_down": jnp.swapaxes(w3, 1, 2)}
+            | {"top_k": 2, "norm_topk_prob": True, "spread": "random"}
+            | more
+            for more in ({}, {"state": mgpu_ops.Fp8GatedState.init(2)})
+        ],
+        "fp8_moe_experts": [
+            {"x": x, "weights": _array(16, 2), "experts": experts, "w_gate": w3, "w_up": w3, "w_down": jnp.swapaxes(w3, 1, 2)}
+            | {"num_experts": 2, "group_offset": jnp.int32(0)}
+        ],
         "moe_route": [{"router_logits": _array(16, 2, dtype=f32), "top_k": 2, "norm_topk_prob": True}],
         "moe_dispatch": [{"x": x, "experts": experts, "num_experts": 2}],
         "moe_combine": [{"rows": dispatch.rows, "order": dispatch.order, "positions": dispatch.positions, "out_dtype": f32}],

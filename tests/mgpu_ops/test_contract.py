@@ -290,6 +290,7 @@ SOUND = {  # what of it a field may well hold
     "residual": (True,),
     "keep": (True,),
     "lhs_rows": (0,),
+    "gathered": (0,),
     "gradient": (True,),
     "stored": (True,),
     "joined": (True,),

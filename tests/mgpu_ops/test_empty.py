@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,13 @@ CALLS: dict[str, Any] = {  # function, and its arrays for m, n and k
     "gated_mlp": (mgpu_ops.gated_mlp, lambda m, n, k: [(m, k), (k, n), (k, n), (n, k)]),
     "fp8_matmul": (mgpu_ops.fp8_matmul, lambda m, n, k: [(m, k), (k, n)]),
     "fp8_gated_mlp": (mgpu_ops.fp8_gated_mlp, lambda m, n, k: [(m, k), (k, n), (k, n), (n, k)]),
+    **{
+        name: (
+            functools.partial(getattr(mgpu_ops, name), top_k=1),
+            lambda m, n, k: [(m, k), (m, 2), (2, k, n), (2, k, n), (2, n, k)],
+        )
+        for name in ("moe", "fp8_moe")
+    },
     "rms_norm": (mgpu_ops.rms_norm, lambda m, n, k: [(m, k), (k,)]),
     "grouped_matmul": (lambda x, w: mgpu_ops.grouped_matmul(x, w, NO_ROWS), lambda m, n, k: [(m, k), (2, k, n)]),
     "ragged_contraction": (lambda x, y: mgpu_ops.ragged_contraction(x, y, NO_ROWS), lambda m, n, k: [(m, k), (m, n)]),

@@ -47,6 +47,7 @@ CALLS = {
     "flash_attention": of("flash_attention", *QKV),
     "fp8_grouped_matmul": of("fp8_grouped_matmul", X, W, SIZES),
     "fp8_matmul": of("fp8_matmul", X, X),
+    "fp8_moe": of("fp8_moe", X, jnp.ones((16, 2)), W, W, W, 1),
     "gated_grouped_matmul": of("gated_grouped_matmul", X, W, W, SIZES),
     "gated_matmul": of("gated_matmul", X, X, X),
     "grouped_matmul": of("grouped_matmul", X, W, SIZES),

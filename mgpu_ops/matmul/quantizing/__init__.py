@@ -87,6 +87,8 @@ def both_ways(
     arrays: [rows, columns], or [batch, rows, columns]. index: of each row of the result, the number of one of the array's, and
     else of none. row_scale: a factor of each row, float32.
     """
+    if index is not None and not arrays[0].shape[0]:
+        arrays = [jnp.pad(x, ((0, 1), (0, 0))) for x in arrays]  # zeros, as of what names no row
     *batch, rows, columns = arrays[0].shape
     problem = Problem(
         rows if index is None else index.size,

@@ -151,6 +151,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 160, 256])
+def test_packed_sequences_are_right_where_tiles_are_dealt(head_dim, causal, assert_close):
+    """There are more tiles than SMs, and an SM gets the next one when it is idle; the same bits each time."""
+    arrays = qkv(Shape(4, 1555, 1555, 9, 3, head_dim), BF16)
+    ids = segments(4, 1555, True, head_dim)
+    options = {"causal": causal, "q_segment_ids": ids, "kv_segment_ids": ids}
+    found = with_gradients(arrays, **options)
+    assert_true(found, arrays, assert_close, **options)
+    np.testing.assert_array_equal(found["out"], with_gradients(arrays, **options)["out"])
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_option_is_right(name, head_dim, assert_close):

@@ -186,6 +186,8 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
     "window of which most keys need no mask, three warpgroups": (P(1, 200, 700, 1, 1, 64, causal=True, window_left=400), THREE),
     "lengths, causal, window, top left": (P(2, 70, 150, 1, 1, 64, "bfloat16", True, 40, -1, "top_left", lengths=True), BASE),
     "segments, causal, odd lengths": SEGMENTS,
+    "segments, causal, six tiles of which each block has one": (P(1, 150, 210, 3, 1, 64, segments=True, causal=True), TWO),
+    "segments, causal, eight tiles in three blocks": (P(2, 150, 210, 2, 1, 64, segments=True, causal=True), TWO),
     "sinks, grouped heads, lengths, causal": (P(2, 70, 70, 2, 1, 64, causal=True, lengths=True, sinks=True), BASE),
     # bias
     "bias, float32, two warpgroups": (P(1, 70, 70, 1, 1, 64, bias="float32"), TWO),

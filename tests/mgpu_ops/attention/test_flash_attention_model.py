@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mgpu_ops import SPECS
 from mgpu_ops.attention import cudnn, model
 from mgpu_ops.attention.mask import MaskTerms, kv_blocks, q_blocks
-from mgpu_ops.attention.problem import BackwardProblem, Problem, padded
+from mgpu_ops.attention.problem import BackwardProblem, Problem, deals_tiles, padded
 from mgpu_ops.core import gpu
 from tests.mgpu_ops.attention import cases
 from tests.thorough import examples
@@ -360,3 +360,33 @@ def test_a_neighbour_in_length_is_nearer_than_one_in_mask_is_nearer_than_a_far_o
 
     assert far(dtype="float16") < far(causal=False) < far(q_tokens=8192, kv_tokens=8192) < far(q_tokens=512, kv_tokens=8192)
     assert model.distance(problem, dataclasses.replace(problem, q_tokens=1, kv_tokens=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "consumers", "dealt"),
+    [
+        ({"segments": True, "causal": True}, 2, True),
+        ({"lengths": True}, 1, True),
+        ({"lengths": True, "causal": True}, 2, False),
+        ({"segments": True}, 3, False),  # spills
+        ({"causal": True}, 2, False),  # lengths of tiles are known
+        ({"segments": True, "kv_tokens": 500, "batch": 9}, 2, False),  # short tiles, many for an SM
+        ({"segments": True, "kv_tokens": 500, "batch": 8, "q_heads": 1, "kv_heads": 1}, 2, True),
+        ({"segments": True, "batch": 20}, 2, False),  # so many that short ones lie on all SMs
+    ],
+)
+def test_tiles_are_dealt_where_only_the_device_knows_which_are_short(fields, consumers, dealt):
+    problem = Problem(
+        **{"batch": 2, "q_tokens": 4096, "kv_tokens": 4096, "q_heads": 8, "kv_heads": 8, "head_dim": 128} | fields
+    )
+    config = dataclasses.replace(cases.BASE, compute_warpgroups=consumers, tile_kv=128)
+    tiles = problem.batch * problem.q_heads * math.ceil(problem.q_tokens / (64 * consumers))
+    assert deals_tiles(problem, config, tiles, H200) == dealt
+
+
+def test_no_default_has_a_config_that_was_seen_to_spill_much():
+    """By 712 and 1024 bytes, and took 1.3 and 1.4 times as long as another."""
+    biased = Problem(2, 896, 896, 23, 23, 64, bias="bfloat16")
+    lengths = Problem(8, 13500, 13500, 1, 1, 160, lengths=True)
+    assert dataclasses.astuple(FORWARD.default(biased, GPUS[1]))[:2] != (3, 128)
+    assert dataclasses.astuple(FORWARD.default(lengths, GPUS[1]))[:2] != (2, 128)

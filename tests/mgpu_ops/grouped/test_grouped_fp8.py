@@ -18,6 +18,7 @@ import pytest
 from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, grouped_matmul, quantize, spec_of
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.grouped.config import smem_bytes
+from mgpu_ops.grouped.grouped_matmul import Call, sum_of_two
 from tests import thorough
 from tests.arrays import inputs
 from tests.mgpu_ops.grouped import ragged
@@ -61,13 +62,28 @@ CASES: dict[str, tuple[Any, Any, tuple[Any, ...]]] = {
         HALVES,
         ((65, 30, 1, 2), (2**31 - 1, 5, 5, 5)),
     ),
+    "two products, scales of operands": (P(150, 72, 272, 4, second=True, scales="tensor"), TWO, (ODD, WILD)),
+    "two products without scales, e5m2 and e4m3, columns shared, float32 out": (
+        replace(P(150, 136, 144, 4, second=True, out_dtype="float32"), dtype=E5M2, rhs_dtype=E4M3),
+        replace(HALVES, epilogue_tile_n=32),
+        (ODD, (0, 0, 0, 0)),
+    ),
+    "two products, scales of operands, handed out, steps of 256": (
+        P(150, 200, 512, 4, second=True, scales="tensor", rhs_dtype=E5M2),
+        replace(LONG, schedule="dynamic"),
+        (ODD,),
+    ),
     "scales of blocks, 192 columns, handed out": (
         P(150, 200, 128, 4, scales="block"),
         replace(TWO, tile_n=192, schedule="dynamic"),
         (ODD,),
     ),
 }
-IN_ALL = ["no scales, tails in m, n and k", "scales of blocks, 192 columns, handed out"]
+IN_ALL = [
+    "no scales, tails in m, n and k",
+    "two products, scales of operands, handed out, steps of 256",
+    "scales of blocks, 192 columns, handed out",
+]
 
 
 @functools.cache
@@ -96,7 +112,9 @@ def test_kernel_is_right_for_all_sizes_and_has_no_race(name, assert_grouped):
 def test_random_legal_config_is_right_and_has_no_race(seed, assert_grouped):
     rng = random.Random(seed)
     sides = rng.randint(1, 200), 8 * rng.randint(1, 30), 16 * rng.randint(1, 20), 4
-    problem = P(*sides, scales=rng.choice(["none", "tensor", "row", "block"]), rhs_dtype=rng.choice([E4M3, E5M2]))
+    scales = rng.choice(["none", "tensor", "row", "block"])
+    second = scales in ("none", "tensor") and rng.random() < 0.5
+    problem = P(*sides, scales=scales, rhs_dtype=rng.choice([E4M3, E5M2]), second=second)
     space = GROUPED.space(problem, FEW_SMS)
     drawn = (GroupedMatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
     config = next(c for c in drawn if GROUPED.check(problem, c, FEW_SMS) is None)
@@ -161,6 +179,23 @@ def test_shards_add_up_and_vmap_maps_scales(arrays):
     np.testing.assert_allclose(both, np.stack([whole, 2 * np.asarray(whole)]), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_the_sum_of_two_is_that_of_both_products_rounded_once(backend, arrays):
+    """As in `fp8_moe`: scales of both pairs are the same, and rows of no group are zeros."""
+    x, w = arrays
+    pairs = (x.astype(E5M2), w.astype(E4M3)), ((-2 * x[::-1]).astype(E5M2), w[::-1].astype(E4M3))
+    scale_lhs, scale_rhs = jnp.full(1, 0.5), jnp.array([1.0, 2.0, 0.5, 0.25])
+    call = Call(True, "bfloat16", "none", "random", None, backend, scales="tensor")
+    (lhs, rhs), (lhs2, rhs2) = pairs
+    with quiet_interpreter():
+        out = sum_of_two(call, lhs, rhs, jnp.array(SIZES, jnp.int32), lhs2, rhs2, scale_lhs, scale_rhs)
+    of = {"transpose_rhs": True, "scale_lhs": scale_lhs, "scale_rhs": scale_rhs}
+    wanted = sum(ragged.grouped(*pair, SIZES, **of) for pair in pairs)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(ragged.float64(out), wanted, atol=0.01 * np.abs(wanted).max())
+    np.testing.assert_array_equal(ragged.float64(out)[sum(SIZES) :], 0)
+
+
 def test_gradient_of_8_bits_names_the_op_that_has_one(arrays):
     x8, w8 = (x.astype(E4M3) for x in arrays)
     with pytest.raises(ValueError, match="fp8_grouped_matmul"):
@@ -177,13 +212,16 @@ def test_wrong_scales_and_dtypes_are_told(arrays):
         grouped_matmul(x8, w8, SIZES, scale_rhs="4", transpose_rhs=True)
 
 
+TWO_IN_ONE = "two products of 8-bit floats are added up in one with scales of operands, which both share"
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
         (P(64, 64, 128, 2, layout="nn"), "wgmma reads them along k only; store rhs as"),
         (P(64, 64, 72, 2), "k=72 needs 16-byte rows of lhs"),
         (P(64, 64, 128, 2, scales="column"), "scales='column' is not one of"),
-        (P(64, 64, 128, 2, second=True), "two products of 8-bit floats"),
+        *((P(64, 64, 128, 2, second=True, scales=scales), f"{TWO_IN_ONE}, not scales={scales}") for scales in ("row", "block")),
         (P(64, 64, 128, 2, out_dtype=E4M3), "out_dtype float8_e4m3fn is not one of"),
         (P(64, 64, 128, 2, rhs_dtype="bfloat16"), "lhs is float8_e4m3fn and rhs is bfloat16"),
         (GroupedMatmulProblem(64, 64, 128, 2, scales="row"), "scales='row' are of 8-bit floats"),
@@ -220,3 +258,16 @@ def test_default_of_deepseek_compiles_without_spills(scales):
     assert report.smem_bytes == smem_bytes(problem, config, scales)
     assert "QGMMA" in report.sass
     assert "UBLKCP" not in report.sass  # plain copies begin at multiples of 16 bytes; scales begin anywhere
+
+
+@ragged.needs_compiler
+@pytest.mark.parametrize("sides", [(73600, 2560, 1280, 64), (1536, 256, 384, 8)], ids=str)
+def test_two_products_in_one_compile_without_spills_and_without_waits_between_products(sides):
+    problem = replace(P(*sides, scales="tensor", second=True), dtype=E5M2, rhs_dtype=E4M3)
+    config = GROUPED.default(problem, H200)
+    shapes = jax.eval_shape(functools.partial(GROUPED.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(GROUPED.run, problem, config, H200), *shapes)
+    assert report.spills == 0
+    assert report.serialized == ""
+    assert report.smem_bytes == smem_bytes(problem, config, "tensor")
+    assert "QGMMA" in report.sass

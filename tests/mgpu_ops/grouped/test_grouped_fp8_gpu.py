@@ -49,6 +49,16 @@ def test_every_kind_of_scales_is_right_for_all_kinds_of_sizes(sides, scales, ass
             assert_right_for(problem, launch(problem, config), kinds_of_sizes(sides[0], sides[3]), assert_grouped)
 
 
+@pytest.mark.parametrize("scales", ["none", "tensor"])
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+def test_two_products_in_one_are_right_for_all_kinds_of_sizes(sides, scales, assert_grouped):
+    for dtype, rhs_dtype, out_dtype in ((E5M2, E4M3, "bfloat16"), (E4M3, E4M3, "float32")):
+        problem = problem_of(*sides, out_dtype=out_dtype, scales=scales, second=True)
+        problem = replace(problem, dtype=dtype, rhs_dtype=rhs_dtype)
+        for config in by_tile(problem)[:2]:
+            assert_right_for(problem, launch(problem, config), kinds_of_sizes(sides[0], sides[3]), assert_grouped)
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_random_legal_config_is_right(seed, assert_grouped):
     rng = random.Random(seed)

@@ -129,6 +129,13 @@ def test_that_largest_values_are_found_too_takes_no_registers_of_the_numbers(pro
     assert registers("also") < registers("none") + 32  # it was 53 to 55 more, when ptxas put the maxima off to the end
 
 
+def test_rows_gathered_of_an_array_without_any_are_zeros() -> None:
+    x, index, scale = jnp.zeros((0, 32), jnp.bfloat16), jnp.arange(-1, 15, dtype=jnp.int32), jnp.ones(())
+    values, values_t, largest = quantizing.both_ways((x,), (scale,), E4M3, amax="also", index=index)
+    assert (values.shape, values_t.shape, values.dtype) == ((16, 32), (32, 16), E4M3)
+    assert not any(bits(found).any() for found in (values, values_t, largest))
+
+
 def test_what_the_kernel_does_not_take_is_told_and_runs_xla() -> None:
     assert "rows=40 is no multiple of 16: pad it to 48" in OP.supports(P(40, 64), H200)
     assert "dtype float64 is not one of" in OP.supports(P(48, 64, "float64"), H200)
