@@ -17,6 +17,9 @@ from tests.mgpu_ops.test_quantized_moe import matrices, share, tokens
 
 pytestmark = pytest.mark.gpu
 
+# Of the result and of gradients: each layer rounds to its dtype where the other does, and XLA rounds scaled weights as well.
+LIMITS = {"bfloat16": (0.08, 0.2), "float16": (0.01, 0.025)}
+
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_layers_of_kernels_are_those_of_xla(seed, assert_near):
@@ -40,14 +43,15 @@ def test_random_layers_of_kernels_are_those_of_xla(seed, assert_near):
 
     run = jax.jit(jax.grad(whole, (0, 1), has_aux=True), static_argnames="backend")
     (ours, out), (wanted, by_xla) = (run(x, logits, given, backend=backend) for backend in ("mosaic", "xla"))
-    assert_near(out, by_xla, 5e-2)
+    limit, of_gradients = LIMITS[x.dtype.name]
+    assert_near(out, by_xla, limit)
     for gradient, of_xla in zip(ours, wanted, strict=True):
-        assert_near(gradient, of_xla, 0.15)
+        assert_near(gradient, of_xla, of_gradients)
     first = rng.randrange(experts)
     held = share(given, first, rng.randint(1, experts - first))
     run_part = jax.jit(functools.partial(part, offset=first), static_argnames="backend")
     mine, of_xla = (np.asarray(run_part(x, logits, held, backend=backend), np.float32) for backend in ("mosaic", "xla"))
     if of_xla.any():
-        assert_near(mine, of_xla, 5e-2)
+        assert_near(mine, of_xla, limit)
     else:
         assert not mine.any()
