@@ -143,6 +143,8 @@ def quantized_moe_experts(
         given |= dict(zip(names, checked_scales(op, scales, zero_points, sides, f"{product}_"), strict=False))
     activation, backend = checked_activation(activation), dispatch.requested_backend(backend)
     matmul = functools.partial(quantized_grouped_matmul, transpose_rhs=True, spread=checked_spread(spread), backend=backend)
+    # The activation's kernel runs where it can and rows are few, as without a named backend: that is the products'.
+    of_activation: dispatch.Backend | None = None if backend in (None, "mosaic") else "xla"
 
     def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
         experts = own_experts(experts, own, count, *rest[len(given) :])
@@ -152,8 +154,7 @@ def quantized_moe_experts(
         of = dict(zip(given, arrays[3:], strict=True))
         rows = rows_of_tokens(x, tokens_of(order, positions), positions)
         gate_up = matmul(rows, of["w_gate_up"], of["gate_up_scales"], sizes, of.get("gate_up_zero_points"))
-        # Its kernel takes what it can: the backend is that of the products.
-        hidden = gated(activation, "xla" if backend == "xla" else None, gate_up) if both else gate_up
+        hidden = gated(activation, of_activation, gate_up) if both else gate_up
         out = matmul(hidden, of["w_down"], of["down_scales"], sizes, of.get("down_zero_points"))
         known = jnp.where(experts >= 0, weights, 0)
         return weighted_sums(out, known, order, positions).astype(x.dtype)

@@ -145,7 +145,8 @@ def test_interpreted_kernels_are_the_layer_and_have_no_race(kind, assert_near):
     x, logits = tokens(20, 128, 3)
     given = matrices(w_dtype, group, zero_points, d=128, hidden=128, experts=3)
     logits = logits.at[:, 1].set(-30)  # one expert has no rows
-    out = quantized_moe(x, logits, **given, top_k=2, backend="interpret")
+    with mgpu_ops.target("h200"):  # which runs no kernel but interpreted ones
+        out = quantized_moe(x, logits, **given, top_k=2, backend="interpret")
     assert_near(out, truth(x, logits, given, top_k=2), TOLERANCE)
 
 
