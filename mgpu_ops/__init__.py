@@ -80,6 +80,8 @@ else:
         "quantize": "matmul.quantize.quantize",
         "quantized_grouped_matmul": "quantized_grouped.quantized_grouped_matmul",
         "quantized_matmul": "matmul.quantized.quantized_matmul",
+        "quantized_moe": "quantized_moe.quantized_moe",
+        "quantized_moe_experts": "quantized_moe.quantized_moe_experts",
         "ragged_contraction": "grouped.ragged_contraction.ragged_contraction",
         "ragged_dot": "grouped.grouped_matmul.ragged_dot",
         "ragged_dot_general": "grouped.dot_general.ragged_dot_general",

@@ -55,6 +55,7 @@ from mgpu_ops.moe import MoeDispatch, moe, moe_combine, moe_dispatch, moe_expert
 from mgpu_ops.ops import SPECS, spec_of
 from mgpu_ops.quantized_grouped import Problem as QuantizedGroupedMatmulProblem
 from mgpu_ops.quantized_grouped import quantized_grouped_matmul
+from mgpu_ops.quantized_moe import quantized_moe, quantized_moe_experts
 from mgpu_ops.registry.capture import capture
 from mgpu_ops.registry.database import AnyPath, DatabaseError
 from mgpu_ops.rms_norm import Config as RmsNormConfig
@@ -223,6 +224,8 @@ __all__ = [
     "quantize",
     "quantized_grouped_matmul",
     "quantized_matmul",
+    "quantized_moe",
+    "quantized_moe_experts",
     "ragged_contraction",
     "ragged_dot",
     "ragged_dot_general",

@@ -31,7 +31,7 @@ from mgpu_ops.matmul import quantizing
 from mgpu_ops.matmul.fp8 import E4M3, E5M2, FLOATS, Products, Quantized, next_state, of_gates, of_mesh
 from mgpu_ops.matmul.fp8_gated import CURRENT, Fp8GatedState, checked_gated_state
 from mgpu_ops.matmul.rounding import largest_finite, scale_or_one
-from mgpu_ops.moe import checked_experts, counting_sort, routed, rule_of_experts
+from mgpu_ops.moe import checked_experts, counting_sort, matrices_of, own_experts, routed, rule_of_experts
 from mgpu_ops.registry import dispatch, partition
 
 
@@ -86,7 +86,7 @@ def fp8_moe(
     Raises ValueError and TypeError for what `moe` and `fp8_gated_mlp` refuse.
     """
     of_routed = functools.partial(fp8_moe_experts, state=state, spread=spread, backend=backend)
-    return routed("fp8_moe", of_routed, (x, router_logits, w_gate, w_up, w_down), top_k, norm_topk_prob)
+    return routed("fp8_moe", of_routed, x, router_logits, matrices_of("fp8_moe", w_gate, w_up, w_down), top_k, norm_topk_prob)
 
 
 def fp8_moe_experts(
@@ -128,16 +128,12 @@ def fp8_moe_experts(
     if state is not None and mesh.explicit_axes(mesh.mesh_of(arrays)):
         raise ValueError(f"{op} has no state over explicit axes of a mesh: call it in jax.shard_map, or leave the state out")
     own = arrays[3].shape[0]
-    every = own if count is None else count
     integers.check_count("the rows of all experts, each padded to 128,", padded_rows(arrays[2].size, own))
     x_dtype, *w_dtypes = (array.dtype.name for array in floats)
     call = _Call("tensor", dispatch.requested_backend(backend), checked_spread(spread), x_dtype, tuple(w_dtypes))
 
     def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
-        for offset in rest[3:]:
-            here = (experts >= 0) & (experts < every) & (experts >= offset) & (experts - offset < own)
-            experts = jnp.where(here, experts - offset, -1)
-        places = sorted_and_padded(experts, own)
+        places = sorted_and_padded(own_experts(experts, own, count, *rest[3:]), own)
         return _layer(call, state, *mesh.same_mesh_axes(x, weights, *rest[:3], *places))
 
     found: jax.Array = partition.with_first(layer, functools.partial(rule_of_experts, op), 3, *arrays)

@@ -35,7 +35,7 @@ def _converted(x: Any) -> Any:
 
 def clipped(x: Any, high: int) -> jax.Array:
     """As int32: values that it cannot hold count as 0 or `high`, whichever is nearer; others may stay as they are."""
-    if not _fits(x.dtype):
+    if not fits(x.dtype):
         x = (jnp if isinstance(x, jax.Array) else np).clip(x, 0, high)
     return jnp.asarray(x, jnp.int32)
 
@@ -65,7 +65,7 @@ def comparable(x_name: str, x: Any, y_name: str, y: Any) -> tuple[jax.Array, jax
     Where int32 does not hold them, they are numbered: NumPy's here, JAX's by a sort when the function runs. ValueError for
     dtypes that no dtype of JAX's holds both of.
     """
-    if all(_fits(each.dtype) or _holds_small(each) for each in (x, y)):
+    if all(fits(each.dtype) or _holds_small(each) for each in (x, y)):
         return jnp.asarray(x, jnp.int32), jnp.asarray(y, jnp.int32)
     if not isinstance(x, jax.Array) and not isinstance(y, jax.Array):
         both = np.array([*np.ravel(x).tolist(), *np.ravel(y).tolist()], object)  # Python's integers
@@ -85,7 +85,7 @@ def comparable(x_name: str, x: Any, y_name: str, y: Any) -> tuple[jax.Array, jax
     return tuple(jnp.searchsorted(order, each, method="sort").astype(jnp.int32) for each in (x, y))  # type: ignore[return-value]
 
 
-def _fits(dtype: Any) -> bool:
+def fits(dtype: Any) -> bool:
     """Whether int32 holds every value of a dtype."""
     return INT32.min <= jnp.iinfo(dtype).min and jnp.iinfo(dtype).max <= INT32.max
 

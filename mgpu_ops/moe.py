@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,20 +90,36 @@ def moe(
     """
     options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
     of_routed = functools.partial(moe_experts, **options)
-    return routed("moe", of_routed, (x, router_logits, w_gate, w_up, w_down), top_k, norm_topk_prob)
+    matrices = matrices_of("moe", w_gate, w_up, w_down)
+    return routed("moe", of_routed, x, router_logits, matrices, top_k, norm_topk_prob)
+
+
+def matrices_of(op: str, *given: ArrayLike) -> dict[str, jax.Array]:
+    """w_gate, w_up and w_down as arrays. TypeError for what are no floats."""
+    return {name: floats.array(op, name, one) for name, one in zip(("w_gate", "w_up", "w_down"), given, strict=True)}
 
 
 def routed(
-    op: str, of_routed: Callable[..., jax.Array], given: Sequence[ArrayLike], top_k: int, norm_topk_prob: bool
+    op: str,
+    of_routed: Callable[..., jax.Array],
+    x: ArrayLike,
+    router_logits: ArrayLike,
+    matrices: Mapping[str, jax.Array],
+    top_k: int,
+    norm_topk_prob: bool,
+    dimensions: str = MATRICES,
 ) -> jax.Array:
-    """A layer of x, logits and three matrices: `of_routed` of x [tokens, d], weights, experts and the matrices."""
-    names = ("x", "router_logits", "w_gate", "w_up", "w_down")
-    x, logits, w_gate, *others = (floats.array(op, name, one) for name, one in zip(names, given, strict=True))
+    """A layer of x, logits and the experts' arrays: `of_routed` of x [tokens, d], weights, experts and those arrays.
+
+    matrices: by name, the first one [experts, ., .]. dimensions: of all of them, for a `partition.Rule`.
+    """
+    x, logits = floats.array(op, "x", x), floats.array(op, "router_logits", router_logits)
     if not x.ndim or not logits.ndim or x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(f"x{x.shape} and router_logits{logits.shape} differ: they are [..., d] and [..., experts]")
-    if w_gate.ndim == 3 and logits.shape[-1] != w_gate.shape[0]:
+    name, first = next(iter(matrices.items()))
+    if first.ndim == 3 and logits.shape[-1] != first.shape[0]:
         raise ValueError(
-            f"router_logits{logits.shape} are of {logits.shape[-1]} experts, w_gate{w_gate.shape} of {w_gate.shape[0]}"
+            f"router_logits{logits.shape} are of {logits.shape[-1]} experts, {name}{first.shape} of {first.shape[0]}"
         )
 
     def layer(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> jax.Array:
@@ -113,9 +129,9 @@ def routed(
 
     def rule(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> partition.Rule:
         tokens = " ".join(f"t{i}" for i in range(x.ndim - 1))
-        return partition.Rule(op, f"{tokens} D, {tokens} E, {MATRICES} -> {tokens} D")
+        return partition.Rule(op, f"{tokens} D, {tokens} E, {dimensions} -> {tokens} D")
 
-    out: jax.Array = partition.with_first(layer, rule, 2, x, logits, w_gate, *others)
+    out: jax.Array = partition.with_first(layer, rule, 2, x, logits, *matrices.values())
     return out
 
 
@@ -197,9 +213,9 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
     x = floats.any_array("moe_dispatch", "x", x, "any dtype")
 
     def dispatched(x: jax.Array, experts: jax.Array) -> MoeDispatch:
-        sizes, order, positions = _sorted(x, experts, num_experts)
+        sizes, order, positions = sorted_by_expert(x, experts, num_experts)
         x, order, positions, sizes = mesh.same_mesh_axes(x, order, positions, sizes)
-        return MoeDispatch(_rows_of_tokens(x, _tokens(order, positions), positions), sizes, order, positions)
+        return MoeDispatch(rows_of_tokens(x, tokens_of(order, positions), positions), sizes, order, positions)
 
     rule = partition.Rule("moe_dispatch", "TOKENS d, TOKENS K -> ROWS d, SIZES, ROWS, TOKENS K")  # sorted are all tokens
     experts = _numbers_of_experts(experts)
@@ -218,7 +234,7 @@ def _checked_count(num_experts: Any) -> int:
     return int(num_experts)
 
 
-def _sorted(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def sorted_by_expert(x: jax.Array, experts: ArrayLike, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """group_sizes, order and positions of `MoeDispatch`."""
     experts = _numbers_of_experts(experts)
     if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
@@ -240,16 +256,16 @@ _BLOCKS = 64  # whose counts are added up one by one
 
 
 def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
-    """The argument `experts` as an array: what int32 does not hold names no expert, -1, and does not wrap around to one.
+    """The argument `experts` as int32: what that does not hold names no expert, -1, and does not wrap around to one.
 
     Nor may the number of experts, which is compared with them: 200 is -56 in int8.
     """
     found = integers.array("experts", experts)
-    if isinstance(found, jax.Array) and found.dtype.itemsize < 4:
-        return found.astype(jnp.int32)
     if not isinstance(found, jax.Array):
-        found = np.where((found >= 0) & (found <= integers.INT32.max), found.astype(np.int64), -1).astype(np.int32)
-    return jnp.asarray(found)
+        found = np.where((found >= 0) & (found <= integers.INT32.max), found.astype(np.int64), -1)
+    elif not integers.fits(found.dtype):
+        found = jnp.where((found >= 0) & (found <= integers.INT32.max), found, -1)
+    return jnp.asarray(found, jnp.int32)
 
 
 def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
@@ -312,7 +328,7 @@ def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_
 
     def combined(*arrays: jax.Array) -> jax.Array:
         rows, order, positions = mesh.same_mesh_axes(*arrays)
-        return _sums_of_rows(rows, _tokens(order, positions), positions).astype(dtype)
+        return _sums_of_rows(rows, tokens_of(order, positions), positions).astype(dtype)
 
     rule = partition.Rule("moe_combine", "ROWS d, ROWS, TOKENS K -> TOKENS d")  # the gradient of rows takes all tokens
     found: jax.Array = partition.with_first(combined, lambda *_: rule, 3, rows, rows_of, places)
@@ -355,7 +371,7 @@ def moe_experts(
 
     def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
         matrices, offset = rest[:3], next(iter(rest[3:]), None)
-        sizes, order, positions = _sorted(x, experts, groups if count is None else count)
+        sizes, order, positions = sorted_by_expert(x, experts, groups if count is None else count)
         sizes = checked_sizes("moe_experts", sizes, groups, order.size, offset, "w_gate")
         return _layer(call, *mesh.same_mesh_axes(x, weights, *matrices, sizes, order, positions))
 
@@ -378,20 +394,9 @@ def checked_experts(
 
     mixed: dtypes of which x and the matrices may have different ones. Raises for what does not fit.
     """
-    weights = floats.array(op, "weights", weights)
     named = zip(("w_gate", "w_up", "w_down"), matrices, strict=True)
     x, w_gate, w_up, w_down = checked_operands(op, ("x", x, 2), *((name, one, 3) for name, one in named), mixed=mixed)
-    if weights.shape != integers.array("experts", experts).shape:
-        raise ValueError(f"weights{weights.shape} and experts{np.shape(experts)} differ: both are [tokens, top_k]")
-    if weights.ndim != 2 or weights.shape[0] != x.shape[0]:
-        raise ValueError(f"x{x.shape} and experts{weights.shape}: {op} takes [tokens, d] and [tokens, top_k]")
-    if not w_gate.shape[0]:
-        raise ValueError(f"w_gate{w_gate.shape} has no experts: {op} takes at least one")
-    if (num_experts is None) != (group_offset is None):
-        raise ValueError(f"num_experts={num_experts} and group_offset={group_offset}: a share of the experts takes both")
-    count = None if num_experts is None else _checked_count(num_experts)
-    if count is not None and count < w_gate.shape[0]:
-        raise ValueError(f"num_experts={count} is less than the {w_gate.shape[0]} experts of w_gate: it counts all experts")
+    of_tokens, offset, count = checked_routing(op, x, weights, experts, ("w_gate", w_gate), num_experts, group_offset)
     if w_up.shape != w_gate.shape:
         raise ValueError(f"w_gate{w_gate.shape} and w_up{w_up.shape} differ: both are [experts, d, hidden]")
     if w_down.shape != (w_gate.shape[0], w_gate.shape[2], x.shape[-1]):
@@ -399,16 +404,53 @@ def checked_experts(
             f"w_gate{w_gate.shape} and w_down{w_down.shape} do not fit x{x.shape}: they are [experts, d, hidden] and "
             "[experts, hidden, d]"
         )
-    arrays = [x, weights, _numbers_of_experts(experts), w_gate, w_up, w_down]
-    if count is not None:
-        arrays.append(checked_offset(group_offset, count, w_gate.shape[0], "w_gate"))
-    return arrays, count
+    return [x, *of_tokens, w_gate, w_up, w_down, *offset], count
 
 
-def rule_of_experts(op: str, *arrays: jax.Array) -> partition.Rule:
-    """How a layer of what `checked_experts` gives is split over devices."""
-    offset = ", " * (len(arrays) > 6)  # it has no dimension
-    return partition.Rule(op, f"t D, t K, t K, {MATRICES}{offset} -> t D")
+def checked_routing(
+    op: str,
+    x: jax.Array,
+    weights: ArrayLike,
+    experts: ArrayLike,
+    matrix: tuple[str, jax.Array],
+    num_experts: int | None,
+    group_offset: ArrayLike | None,
+) -> tuple[list[jax.Array], list[jax.Array], int | None]:
+    """[weights, experts]; of a share of the experts [its offset], else []; and how many there are in all, None of no share.
+
+    matrix: the name of an array [experts, ., .] of those that are here, and the array. Raises for what does not fit.
+    """
+    weights, (name, own) = floats.array(op, "weights", weights), matrix
+    if weights.shape != integers.array("experts", experts).shape:
+        raise ValueError(f"weights{weights.shape} and experts{np.shape(experts)} differ: both are [tokens, top_k]")
+    if weights.ndim != 2 or weights.shape[0] != x.shape[0]:
+        raise ValueError(f"x{x.shape} and experts{weights.shape}: {op} takes [tokens, d] and [tokens, top_k]")
+    if not own.shape[0]:
+        raise ValueError(f"{name}{own.shape} has no experts: {op} takes at least one")
+    if (num_experts is None) != (group_offset is None):
+        raise ValueError(f"num_experts={num_experts} and group_offset={group_offset}: a share of the experts takes both")
+    of_tokens = [weights, _numbers_of_experts(experts)]
+    if num_experts is None:
+        return of_tokens, [], None
+    count = _checked_count(num_experts)
+    if count < own.shape[0]:
+        raise ValueError(f"num_experts={count} is less than the {own.shape[0]} experts of {name}: it counts all experts")
+    return of_tokens, [checked_offset(group_offset, count, own.shape[0], name)], count
+
+
+def own_experts(experts: jax.Array, own: int, count: int | None, *offset: jax.Array) -> jax.Array:
+    """The numbers of experts among a device's `own`: of all, or of `count` in all those from `offset` on. Else -1."""
+    here = (experts >= 0) & (experts < (own if count is None else count))
+    for first in offset:
+        here = here & (experts >= first) & (experts - first < own)
+        experts = experts - first
+    return jnp.where(here, experts, -1)
+
+
+def rule_of_experts(op: str, *arrays: jax.Array, dimensions: str = MATRICES) -> partition.Rule:
+    """How a layer of x, weights, experts, arrays of these dimensions, and perhaps an offset is split over devices."""
+    offset = ", " * (len(arrays) > 4 + dimensions.count(","))  # it has no dimension
+    return partition.Rule(op, f"t D, t K, t K, {dimensions}{offset} -> t D")
 
 
 # --- The layer after routing, with a gradient of its own
@@ -449,19 +491,19 @@ def _layer(
     positions: jax.Array,
 ) -> jax.Array:
     """`moe_experts` of sorted assignments."""
-    tokens = _tokens(order, positions)
+    tokens = tokens_of(order, positions)
     first = call.gated(x.dtype.name)
     if w_gate.shape[2] <= _IN_THE_LOAD:
         hidden = gated.gated(dataclasses.replace(first, row_indices=True), x, w_gate, w_up, sizes, tokens)
     else:
-        hidden = gated.gated(first, _rows_of_tokens(x, tokens, positions), w_gate, w_up, sizes)
+        hidden = gated.gated(first, rows_of_tokens(x, tokens, positions), w_gate, w_up, sizes)
     return _down(call, hidden, w_down, sizes, _scale(weights, order), positions)
 
 
 _IN_THE_LOAD = 1280  # columns of a gate, at most: with more, rows that are loaded by index cost more than a sorted copy
 
 
-def _tokens(order: jax.Array, positions: jax.Array) -> jax.Array:
+def tokens_of(order: jax.Array, positions: jax.Array) -> jax.Array:
     """The token of each assignment, sorted."""
     return order // max(positions.shape[1], 1)
 
@@ -487,7 +529,7 @@ def _layer_forward(call: _Call, x: jax.Array, weights: jax.Array, *arrays: jax.A
     The rows of x are gathered before, as the backward pass does again: XLA makes one gather of both where it sees both.
     """
     w_gate, w_up, w_down, sizes, order, positions = arrays
-    rows = _rows_of_tokens(x, _tokens(order, positions), positions)
+    rows = rows_of_tokens(x, tokens_of(order, positions), positions)
     hidden, gate, up = gated.kept(call.gated(x.dtype.name), rows, w_gate, w_up, sizes)
     return _down(call, hidden, w_down, sizes, _scale(weights, order), positions), (x, weights, *arrays, gate, up)
 
@@ -495,8 +537,8 @@ def _layer_forward(call: _Call, x: jax.Array, weights: jax.Array, *arrays: jax.A
 def _layer_backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """One kernel for what the gradient of hidden is made into, one for the rows' gradient, three for those of the matrices."""
     x, weights, w_gate, w_up, w_down, sizes, order, positions, gate, up = saved
-    tokens, scale = _tokens(order, positions), _scale(weights, order)
-    rows, g = (_rows_of_tokens(of, tokens, positions) for of in (x, g.astype(x.dtype)))
+    tokens, scale = tokens_of(order, positions), _scale(weights, order)
+    rows, g = (rows_of_tokens(of, tokens, positions) for of in (x, g.astype(x.dtype)))
     name, contraction = x.dtype.name, ragged_contraction.contraction
     gradients = grouped_matmul.gated_gradients(call.grouped(name, True, call.activation), g, w_down, sizes, gate, up, scale)
     dgate, dup, scaled, dscale = gradients
@@ -518,11 +560,11 @@ def _check_top_k(top_k: int, experts: int) -> None:
         raise ValueError(f"top_k={top_k} is not from 1 to the {experts} experts of router_logits")
 
 
-# --- Each of these two is the other's transpose. Indices are of a permutation: none is out of bounds.
+# --- Sums of rows, and the rows of tokens, which are their transpose. Indices are of a permutation: none is out of bounds.
 
 
 @jax.custom_vjp
-def _rows_of_tokens(x: jax.Array, token: jax.Array, positions: jax.Array) -> jax.Array:
+def rows_of_tokens(x: jax.Array, token: jax.Array, positions: jax.Array) -> jax.Array:
     """x[token]."""
     return rows_at(x, token)
 
@@ -530,9 +572,21 @@ def _rows_of_tokens(x: jax.Array, token: jax.Array, positions: jax.Array) -> jax
 @jax.custom_vjp
 def _sums_of_rows(rows: jax.Array, token: jax.Array, positions: jax.Array) -> jax.Array:
     """sum over j of rows[positions[:, j]], float32 or wider."""
-    wide = np.promote_types(rows.dtype, np.float32)
+    return _added(rows, positions)
+
+
+@jax.custom_vjp
+def weighted_sums(rows: jax.Array, weights: jax.Array, order: jax.Array, positions: jax.Array) -> jax.Array:
+    """sum over j of weights[:, j] rows[positions[:, j]], float32 or wider."""
+    return _added(rows, positions, weights)
+
+
+def _added(rows: jax.Array, positions: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    wide = np.promote_types(rows.dtype, np.float32 if weights is None else np.promote_types(weights.dtype, np.float32))
     zero, *_ = mesh.same_mesh_axes(jnp.zeros((positions.shape[0], rows.shape[1]), wide), rows)
     each = (rows.at[positions[:, j]].get(mode="promise_in_bounds").astype(wide) for j in range(positions.shape[1]))
+    if weights is not None:
+        each = (row * weights[:, j, None].astype(wide) for j, row in enumerate(each))
     return functools.reduce(jnp.add, each, zero)
 
 
@@ -543,12 +597,22 @@ def _rows_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, None, None]:
 
 def _sums_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, None, None]:
     dtype, token, positions = saved
-    return _rows_of_tokens(g.astype(dtype.dtype), token, positions), None, None
+    return rows_of_tokens(g.astype(dtype.dtype), token, positions), None, None
+
+
+def _weighted_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
+    rows, weights, order, positions = saved
+    of_rows = rows_at(g, tokens_of(order, positions))
+    drows = of_rows * _scale(weights, order)[:, None]
+    dscale = jnp.sum(of_rows * rows, 1)
+    dweights = dscale.at[positions].get(unique_indices=True, mode="promise_in_bounds")
+    return drows.astype(rows.dtype), dweights.astype(weights.dtype), None, None
 
 
 def _saved(x: jax.Array, token: jax.Array, positions: jax.Array) -> Any:
     return jnp.zeros((0,), x.dtype), token, positions
 
 
-_rows_of_tokens.defvjp(lambda *arrays: (_rows_of_tokens(*arrays), _saved(*arrays)), _rows_backward)
+rows_of_tokens.defvjp(lambda *arrays: (rows_of_tokens(*arrays), _saved(*arrays)), _rows_backward)
 _sums_of_rows.defvjp(lambda *arrays: (_sums_of_rows(*arrays), _saved(*arrays)), _sums_backward)
+weighted_sums.defvjp(lambda *arrays: (weighted_sums(*arrays), arrays), _weighted_backward)

@@ -108,7 +108,7 @@ def quantized_grouped_matmul(
     docs/kernels/quantized_matmul.md.
     """
     op = "quantized_grouped_matmul"
-    rows, weights, of_groups = floats.array(op, "lhs", lhs), checked_weights(op, "rhs", rhs), floats.array(op, "scales", scales)
+    rows, weights = floats.array(op, "lhs", lhs), checked_weights(op, "rhs", rhs)
     if rows.ndim != 2 or weights.ndim != 3:
         raise ValueError(f"lhs has shape {rows.shape} and rhs {weights.shape}: {op} takes ranks 2 and 3; use jax.vmap")
     groups, *sides = weights.shape
@@ -119,8 +119,7 @@ def quantized_grouped_matmul(
             f"lhs{rows.shape} and rhs{weights.shape} differ in k: {rows.shape[1]} != {k} (transpose_rhs={transpose_rhs})"
         )
     sizes = checked_sizes(op, group_sizes, groups, rows.shape[0], group_offset)
-    arrays = [of_groups] if zero_points is None else [of_groups, checked_zero_points(op, zero_points, of_groups)]
-    first, *others = [constant(a.reshape(_scale_shape(of_groups.shape, groups, k, n))) for a in arrays]
+    first, *others = checked_scales(op, scales, zero_points, (groups, k, n))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
     call = _Call(
@@ -134,16 +133,24 @@ def quantized_grouped_matmul(
     return _quantized(call, *mesh.same_mesh_axes(rows, weights, first, sizes, *others))
 
 
-def _scale_shape(shape: tuple[int, ...], groups: int, k: int, n: int) -> tuple[int, ...]:
-    """The shape in which the op takes scales of this one: [groups, n], or [groups, blocks, n]. Raises where it is none."""
+def checked_scales(op: str, scales: Any, zero_points: Any, sides: tuple[int, int, int], prefix: str = "") -> list[jax.Array]:
+    """Scales, and zero points if there are any, as the op takes them: [groups, n] or [groups, blocks, n], without a gradient.
+
+    sides: groups, k, n. prefix: of the arguments' names. Raises for what does not fit.
+    """
+    found, (groups, k, n) = floats.array(op, f"{prefix}scales", scales), sides
+    shape = found.shape
     if shape in ((groups, n), (groups, 1, n)):
-        return groups, n
-    if len(shape) == 3 and shape[::2] == (groups, n) and shape[1] and k % shape[1] == 0:
-        return shape
-    raise ValueError(
-        f"scales has shape {shape}: for {groups} groups, k={k} and n={n} it is [groups, n], or [groups, k / group size, n] "
-        "with a size that divides k"
-    )
+        own: tuple[int, ...] = (groups, n)
+    elif len(shape) == 3 and shape[::2] == (groups, n) and shape[1] and k % shape[1] == 0:
+        own = shape
+    else:
+        raise ValueError(
+            f"{prefix}scales has shape {shape}: for {groups} groups, k={k} and n={n} it is [groups, n], or "
+            "[groups, k / group size, n] with a size that divides k"
+        )
+    arrays = [found] if zero_points is None else [found, checked_zero_points(op, zero_points, found, prefix)]
+    return [constant(a.reshape(own)) for a in arrays]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

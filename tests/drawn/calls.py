@@ -444,6 +444,22 @@ def _moe_experts(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     return Drawn(f"moe_experts {options}", call, arrays, ("x", "weights", "w_gate", "w_up", "w_down"))
 
 
+def _quantized_moe(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
+    m, g, depth = side(rng, 1, s.rows // 2), rng.choice((2, 4, 9)), max(s.depth // 4, 128)
+    n, k, numbers = side(rng, 64, depth, 64), side(rng, 64, depth, 64), np.random.default_rng(rng.getrandbits(32))
+    options = {"activation": rng.choice(list(ACTIVATIONS)), "norm_topk_prob": rng.random() < 0.5}
+    top, group = rng.randint(1, min(g, 4)), rng.choice((0, 32, 64))
+    arrays = {"x": normal(m, k), "router_logits": np.asarray(normal(m, g), np.float32)}
+    for of, rows, depth in (("gate_up", 2 * n, k), ("down", k, n)):
+        arrays[f"w_{of}"] = numbers.integers(-127, 128, (g, rows, depth)).astype(np.int8)
+        shape = (g, depth // group, rows) if group else (g, rows)
+        arrays[f"{of}_scales"] = np.abs(normal(*shape, size=0.02 / math.sqrt(depth)))
+        if rng.random() < 0.4:
+            arrays[f"{of}_zero_points"] = numbers.integers(-9, 10, shape).astype(arrays["x"].dtype)
+    call = lambda **xs: mgpu_ops.quantized_moe(**xs, top_k=top, **options)  # noqa: E731
+    return Drawn(f"quantized_moe {top} {options}", call, arrays, ("x", "router_logits"))
+
+
 def _dot_product_attention(rng: random.Random, s: Sizes, normal: Any) -> Drawn:
     t, kv, d, b = side(rng, 1, s.rows // 2), rng.choice((1, 2)), rng.choice((64, 128)), rng.choice((1, 2))
     keys = t if rng.random() < 0.5 else side(rng, 1, s.rows // 2)
@@ -483,5 +499,6 @@ CALLS: dict[str, Callable[[random.Random, Sizes, Any], Drawn]] = {
     "quantized_matmul": _quantized_matmul,
     "quantized_grouped_matmul": _quantized_grouped_matmul,
     "moe_experts": _moe_experts,
+    "quantized_moe": _quantized_moe,
     "dot_product_attention": _dot_product_attention,
 }

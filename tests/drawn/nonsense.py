@@ -84,6 +84,9 @@ def good() -> dict[str, list[Arguments]]:
     experts = _whole(*[0, 1] * 16).reshape(16, 2)
     grouped: Arguments = {"lhs": x, "rhs": w3, "group_sizes": sizes}
     dispatch = mgpu_ops.moe_dispatch(x, experts, 2)
+    quantized = {"x": x, "w_gate_up": jnp.ones((2, 128, 32), jnp.int8), "w_down": jnp.ones((2, 32, 64), jnp.int8)}
+    quantized |= {f"gate_up_{name}": _array(2, 128, dtype=f32) for name in ("scales", "zero_points")}
+    quantized |= {f"down_{name}": _array(2, 32, dtype=f32) for name in ("scales", "zero_points")}
     return {
         "matmul": [
             {"a": x, "b": w, "bias": _array(64), "activation": "silu", "residual": _array(16, 64), "rms_epsilon": 1e-5},
@@ -122,6 +125,17 @@ def good() -> dict[str, list[Arguments]]:
         "moe": [
             {"x": x, "router_logits": _array(16, 2, dtype=f32), "w_gate": w3, "w_up": w3, "w_down": jnp.swapaxes(w3, 1, 2)}
             | {"top_k": 2, "norm_topk_prob": True, "activation": "silu", "spread": "random"}
+        ],
+        "quantized_moe": [quantized | {"router_logits": _array(16, 2, dtype=f32), "top_k": 2, "norm_topk_prob": True}],
+        "quantized_moe_experts": [
+            quantized
+            | {
+                "weights": _array(16, 2),
+                "experts": experts,
+                "num_experts": 2,
+                "group_offset": jnp.int32(0),
+                "activation": "silu",
+            }
         ],
         "fp8_moe": [
             {"x": x, "router_logits": _array(16, 2, dtype=f32), "w_gate": w3, "w_up": w3, "w_down": jnp.swapaxes(w3, 1, 2)}

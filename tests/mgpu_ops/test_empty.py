@@ -13,6 +13,14 @@ import pytest
 import mgpu_ops
 
 NO_ROWS = np.zeros(2, np.int32)  # of either group
+
+
+def experts_of_8_bits(hidden: int, width: int) -> list[np.ndarray]:
+    """Matrices of two experts, and their scales."""
+    shapes = [(2, 2 * hidden, width), (2, width, hidden)]
+    return [*(np.ones(shape, np.int8) for shape in shapes), *(np.ones(shape[:2], np.float32) for shape in shapes)]
+
+
 CALLS: dict[str, Any] = {  # function, and its arrays for m, n and k
     "matmul": (mgpu_ops.matmul, lambda m, n, k: [(m, k), (k, n)]),
     "gated_matmul": (mgpu_ops.gated_matmul, lambda m, n, k: [(m, k), (k, n), (k, n)]),
@@ -32,6 +40,14 @@ CALLS: dict[str, Any] = {  # function, and its arrays for m, n and k
     "quantized_matmul": (
         lambda x: mgpu_ops.quantized_matmul(x, np.ones((x.shape[1], 8), np.int8), np.ones(8, np.float32)),
         lambda m, n, k: [(m, k)],
+    ),
+    "quantized_moe": (
+        lambda x, logits: mgpu_ops.quantized_moe(x, logits, *experts_of_8_bits(8, x.shape[1]), 1),
+        lambda m, n, k: [(m, k), (m, 2)],
+    ),
+    "quantized_moe, hidden": (
+        lambda x, logits, hidden: mgpu_ops.quantized_moe(x, logits, *experts_of_8_bits(hidden.size, x.shape[1]), 1),
+        lambda m, n, k: [(m, k), (m, 2), (n,)],
     ),
 }
 

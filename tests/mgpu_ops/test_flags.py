@@ -20,6 +20,7 @@ QKV = (jnp.ones((1, 16, 2, 16), jnp.bfloat16),) * 3
 ANGLES = (jnp.ones((16, 8)),) * 2
 ROW = jnp.ones(16, jnp.bfloat16)
 INT8 = jnp.ones((16, 16), jnp.int8)
+SCALES = jnp.ones((2, 32)), jnp.ones((2, 16))  # of gate and up, and of down
 
 
 def collective(name: str) -> Any:
@@ -55,6 +56,9 @@ CALLS = {
     "moe_route": of("moe_route", jnp.ones((16, 2)), 1),
     "quantize": of("quantize", X, "tensor"),
     "quantized_grouped_matmul": of("quantized_grouped_matmul", X, jnp.stack([INT8] * 2), jnp.ones((2, 1, 16)), SIZES),
+    "quantized_moe": of(
+        "quantized_moe", X, jnp.ones((16, 2)), jnp.stack([INT8, INT8] * 2).reshape(2, 32, 16), jnp.stack([INT8] * 2), *SCALES, 1
+    ),
     "quantized_matmul": of("quantized_matmul", X, INT8, jnp.ones((1, 16))),
     "rms_norm": of("rms_norm", X, ROW),
     "rotary_attention": of("rotary_attention", jnp.ones((1, 16, 48), jnp.bfloat16), *ANGLES, heads=1, kv_heads=1),

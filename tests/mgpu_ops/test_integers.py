@@ -30,6 +30,11 @@ def X(*shape: int, dtype: object = jnp.bfloat16) -> jax.ShapeDtypeStruct:
             "the rows of all experts",
         ),
         (
+            lambda x, logits, w, scales: mgpu_ops.quantized_moe(x, logits, w, w[:, :, :32], scales, scales, 2),
+            (X(TOO_MANY // 2, 64), X(TOO_MANY // 2, 8), X(8, 64, 64, dtype=jnp.int8), X(8, 64)),
+            "the rows of all experts",
+        ),
+        (
             lambda x, logits, w: mgpu_ops.fp8_moe(x, logits, w, w, w, 2),
             (X((TOO_MANY - 8 * 127) // 2, 64), X((TOO_MANY - 8 * 127) // 2, 8), X(8, 64, 64)),
             "the rows of all experts, each padded to 128,",

@@ -103,6 +103,7 @@ MODULES = {
     "gated_mlp": "matmul.gated.layer",
     "quantized_matmul": "matmul.quantized",
     "quantized_grouped_matmul": "quantized_grouped",
+    "quantized_moe": "quantized_moe",
     "grouped_matmul": "grouped.grouped_matmul",
     "gated_grouped_matmul": "grouped.gated",
     "ragged_contraction": "grouped.ragged_contraction",

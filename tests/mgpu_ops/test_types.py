@@ -40,6 +40,10 @@ assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), [9, 7], spread="even"),
 assert_type(mgpu_ops.grouped_matmul(a, np.stack([b, b]), [9, 4, 3], row_scale=a[0], group_offset=1), jax.Array)
 assert_type(mgpu_ops.gated_grouped_matmul(a, np.stack([b, b]), np.stack([b, b]), sizes), jax.Array)
 assert_type(mgpu_ops.ragged_contraction(a, b, sizes, out_dtype="float32"), jax.Array)
+w8, scales = np.ones((2, 32, 16), np.int8), np.ones((2, 32))
+experts = (w8, w8.reshape(2, 16, 32)[:, :, :16], scales, scales[:, :16])
+assert_type(mgpu_ops.quantized_moe(a, a[:, :2], *experts, 2, down_zero_points=scales[:, :16]), jax.Array)
+assert_type(mgpu_ops.quantized_moe_experts(a, a[:, :2], np.ones((16, 2), int), *experts, activation="gelu"), jax.Array)
 assert_type(mgpu_ops.ragged_dot(a, np.stack([b, b]), sizes), jax.Array)
 
 assert_type(mgpu_ops.flash_attention(q, q, q, mask=mask, bias=np.zeros((8, 8)), window=(3, None)), jax.Array)

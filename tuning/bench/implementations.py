@@ -635,6 +635,13 @@ def _always(problem: Any, gpu: Gpu) -> None:
     return None
 
 
+def _quantized_layer(w_dtype: str) -> Competitor:
+    """For serving: it is not timed with gradients."""
+    prepare, arrays = partial(_under_jit, layers.of_quantized), partial(layers.quantized, w_dtype)
+    return Competitor(partial(layers.unfit, w_dtype), prepare, differentiable=False, yardstick=True, arrays=arrays)
+
+
+_XLA = ("gated_matmul", "quantized_matmul", "quantize", "quantized_grouped_matmul", "cross_entropy", "rms_norm", "rotary")
 _FUSED: dict[str, Any] = {"differentiable": True, "arrays": layers.fused, "answers": layers.unfused}
 
 COMPETITORS: dict[str, dict[str, Competitor]] = {
@@ -643,9 +650,11 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
         "tokamax": Competitor(_tokamax_layer_unavailable, partial(_layer_of, _tokamax, _tokamax), tuned=True, **_FUSED),
         "tokamax-default": Competitor(_tokamax_layer_unavailable, partial(_under_jit, layers.composed_of_tokamax), **_FUSED),
         "lax": Competitor(layers.expanded_bytes, partial(_under_jit, layers.composed_of_lax), **_FUSED),
-        # Yardsticks: rounded to 8 bits, whose errors are not those of 16.
+        # Yardsticks: rounded to 8 or 4 bits, whose errors are not those of 16.
         "fp8": Competitor(_always, partial(_under_jit, layers.in_8_bits), differentiable=True, yardstick=True),
         "fp8-delayed": Competitor(_always, _layer_of_8_bits, differentiable=True, yardstick=True),
+        "int8": _quantized_layer("int8"),
+        "int4": _quantized_layer("int4"),
     },
     "matmul": {
         "xla": _baseline("matmul"),
@@ -653,14 +662,7 @@ COMPETITORS: dict[str, dict[str, Competitor]] = {
         # A yardstick: operands that are rounded to bfloat16 with their scales may miss the tolerance of a product of 8 bits.
         "bf16": Competitor(_bf16_unavailable, _bf16, differentiable=False, yardstick=True, arrays=_dequantized),
     },
-    "gated_matmul": {"xla": _baseline("gated_matmul")},
-    "quantized_matmul": {"xla": _baseline("quantized_matmul")},
-    "quantize": {"xla": _baseline("quantize")},
-    "quantized_grouped_matmul": {"xla": _baseline("quantized_grouped_matmul")},
-    "cross_entropy": {"xla": _baseline("cross_entropy")},
-    "rms_norm": {"xla": _baseline("rms_norm")},
-    "rotary": {"xla": _baseline("rotary")},
-    "embedding": {"xla": _baseline("embedding")},
+    **{op: {"xla": _baseline(op)} for op in (*_XLA, "embedding")},
     "grouped_matmul": {
         "dense": _baseline("grouped_matmul"),
         "jax-pallas": Competitor(

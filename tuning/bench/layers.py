@@ -131,6 +131,38 @@ def in_8_bits(problem: Problem, *arrays: jax.Array, state: mgpu_ops.Fp8GatedStat
     return partial(mgpu_ops.fp8_moe, top_k=problem.top_k, state=state, spread=spread)(*arrays)
 
 
+GROUP = 128  # along k, of int4's scales
+
+
+def quantized(w_dtype: str, problem: Problem, x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays of `of_quantized`, made in advance and untimed: int8 with scales of columns, or int4 with scales of groups."""
+    gate, up, down = matrices
+    found = []
+    for w in (jnp.concatenate([gate, up], axis=2), down):
+        groups, k, n = w.shape
+        most, parts = (127, 1) if w_dtype == "int8" else (7, k // GROUP)
+        values = w.astype(jnp.float32).reshape(groups, parts, k // parts, n)
+        scales = (jnp.maximum(jnp.abs(values).max(2), 1e-30) / most).astype(x.dtype)
+        rounded = jnp.clip(jnp.round(values / scales[:, :, None]), -most, most)
+        found.append((rounded.reshape(w.shape).mT.astype(w_dtype), scales))
+    (w_gate_up, of_gate_up), (w_down, of_down) = found
+    return x, logits, w_gate_up, w_down, of_gate_up, of_down
+
+
+def of_quantized(problem: Problem, *arrays: jax.Array) -> jax.Array:
+    """The same by `mgpu_ops.quantized_moe`, of weights of 8 or 4 bits."""
+    spread = checked_spread(problem.spread)  # type: ignore[arg-type]
+    return partial(mgpu_ops.quantized_moe, top_k=problem.top_k, spread=spread)(*arrays)
+
+
+def unfit(w_dtype: str, problem: Problem, gpu: Gpu) -> str | None:
+    """Why a problem has no weights of this dtype, or None: groups do not divide it."""
+    p = problem
+    if w_dtype == "int4" and (p.d % GROUP or p.hidden % GROUP):
+        return f"takes d and hidden in multiples of {GROUP}, not {p.d} and {p.hidden}"
+    return None
+
+
 def state_after(problem: Problem, arrays: tuple[jax.Array, ...], steps: int = 2) -> mgpu_ops.Fp8GatedState:
     """What delayed scaling knows of these arrays after some steps, the gradient of whose result is random."""
     g = jax.random.normal(jax.random.key(3), arrays[0].shape, arrays[0].dtype)

@@ -84,7 +84,7 @@ COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside i
     "quantized_grouped_matmul": ("xla",),
     "gated_grouped_matmul": ("dense",),
     "ragged_contraction": ("dense", "jax-pallas", "tokamax", "lax"),
-    "moe": ("fastest-parts", "tokamax", "tokamax-default", "lax", "fp8", "fp8-delayed"),
+    "moe": ("fastest-parts", "tokamax", "tokamax-default", "lax", "fp8", "fp8-delayed", "int8", "int4"),
     "flash_attention": ("cudnn", "tokamax", "jax-pallas"),
     "flash_attention_backward": ("cudnn",),
     "cross_entropy": ("xla",),

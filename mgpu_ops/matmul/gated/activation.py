@@ -78,9 +78,14 @@ def gated_activation(
             )
         rows = rows.reshape(count, rows.shape[-1])
     arrays += checked_norm("gated_activation", count, rows, rms_epsilon)
-    call = _Call(checked_activation(activation), dispatch.requested_backend(backend))
-    out: jax.Array = _gated(call, *mesh.same_mesh_axes(*arrays))
+    out = gated(checked_activation(activation), dispatch.requested_backend(backend), *arrays)
     return out.reshape(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def gated(activation: Activation, backend: dispatch.Backend | None, *arrays: jax.Array) -> jax.Array:
+    """The same of checked arrays: gate_up [rows, 2 n], and rows with epsilon [1], if there are any."""
+    out: jax.Array = _gated(_Call(activation, backend), *mesh.same_mesh_axes(*arrays))
+    return out
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

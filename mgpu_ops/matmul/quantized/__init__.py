@@ -149,13 +149,17 @@ def checked_weights(op: str, name: str, w: Any) -> jax.Array:
     return weights
 
 
-def checked_zero_points(op: str, zero_points: Any, scales: jax.Array) -> jax.Array:
-    """Zero points in the scales' dtype. Raises for what are no numbers, or not of the scales' shape."""
-    found = floats.any_array(op, "zero_points", zero_points, "numbers")
+def checked_zero_points(op: str, zero_points: Any, scales: jax.Array, prefix: str = "") -> jax.Array:
+    """Zero points in the scales' dtype. Raises for what are no numbers, or not of the scales' shape.
+
+    prefix: of the arguments' names.
+    """
+    name = f"{prefix}zero_points"
+    found = floats.any_array(op, name, zero_points, "numbers")
     if not (jnp.issubdtype(found.dtype, jnp.integer) or jnp.issubdtype(found.dtype, jnp.floating)):
-        raise TypeError(f"zero_points has dtype {found.dtype}: pass integers, or whole numbers as floats")
+        raise TypeError(f"{name} has dtype {found.dtype}: pass integers, or whole numbers as floats")
     if found.shape != scales.shape:
-        raise ValueError(f"zero_points has shape {found.shape} and scales {scales.shape}: they have one shape")
+        raise ValueError(f"{name} has shape {found.shape} and {prefix}scales {scales.shape}: they have one shape")
     return found.astype(scales.dtype)
 
 

@@ -90,3 +90,26 @@ def test_answers_of_fused_weights_are_split_for_the_comparison() -> None:
     out, pull = jax.vjp(partial(layers.composed_of_lax, p), *fused)
     answers = layers.unfused((out, *pull(out)))
     assert [x.shape for x in answers] == [(40, 16), *(x.shape for x in arrays)]
+
+
+def test_weights_of_8_and_4_bits_are_made_in_advance_and_timed_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_OPS_BACKEND", "xla")
+    problem, said = {"small": layers.Problem(40, 128, 128, 4, 2)}, list[str]()
+    options = runner.BenchOptions(H200, 0.01, against=["int8", "int4"], timer=timer, warm_timer=warm)
+    rows = runner.run(layers.SPEC, problem, options, progress=said.append)
+    assert [row.impl for row in rows] == ["mgpu_ops", "int8", "int4", "roofline"], said
+    assert [row.error is None for row in rows[1:3]] == [True, True]
+    with_gradients = runner.run(layers.SPEC, problem, dataclasses.replace(options, grad=True), progress=said.append)
+    assert [row.impl for row in with_gradients] == ["mgpu_ops", "roofline"]
+
+
+@pytest.mark.parametrize(("w_dtype", "limit"), [("int8", 0.03), ("int4", 0.4)])
+def test_a_layer_of_8_or_4_bits_is_nearly_that_of_16(w_dtype: str, limit: float) -> None:
+    p = layers.Problem(40, 128, 256, 4, 2)
+    arrays = layers.inputs(p, jax.random.key(0))
+    quantized = layers.quantized(w_dtype, p, *arrays)
+    assert [x.dtype for x in quantized[2:]] == [w_dtype, w_dtype, "bfloat16", "bfloat16"]
+    wanted, out = (np.asarray(x, np.float64) for x in (layers.reference(p, *arrays), layers.of_quantized(p, *quantized)))
+    assert np.linalg.norm(out - wanted) < limit * np.linalg.norm(wanted)
+    assert layers.unfit("int8", SMALL["small"], H200) is None
+    assert "multiples of 128, not 16 and 24" in str(layers.unfit("int4", SMALL["small"], H200))

@@ -1,0 +1,197 @@
+"""quantized_moe: a mixture-of-experts layer for serving, whose experts have weights of 8 or 4 bits.
+
+Two `quantized_grouped_matmul`, the first one of gate and up, which so reads the rows once; the rest is that of `moe`. The
+routing weights are factors in XLA's sum of a token's rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from mgpu_ops import floats
+from mgpu_ops.core import mesh
+from mgpu_ops.core.activations import Activation, checked_activation
+from mgpu_ops.grouped.calls import checked_operands, checked_spread
+from mgpu_ops.grouped.sizes import Spread
+from mgpu_ops.matmul.gated.activation import gated
+from mgpu_ops.matmul.quantized import checked_weights
+from mgpu_ops.moe import (
+    checked_routing,
+    own_experts,
+    routed,
+    rows_of_tokens,
+    rule_of_experts,
+    sorted_by_expert,
+    tokens_of,
+    weighted_sums,
+)
+from mgpu_ops.quantized_grouped import checked_scales, quantized_grouped_matmul
+from mgpu_ops.registry import dispatch, partition
+
+
+def quantized_moe(
+    x: ArrayLike,
+    router_logits: ArrayLike,
+    w_gate_up: ArrayLike,
+    w_down: ArrayLike,
+    gate_up_scales: ArrayLike,
+    down_scales: ArrayLike,
+    top_k: int,
+    *,
+    gate_up_zero_points: ArrayLike | None = None,
+    down_zero_points: ArrayLike | None = None,
+    norm_topk_prob: bool = True,
+    activation: Activation | None = "silu",
+    spread: Spread = "random",
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """`moe` for serving, with int8 or int4 weights: out[t] = sum over the experts e of token t of weight[t, e] expert_e(x[t]).
+
+    expert_e(x) = (activation(x gate[e]^T) * (x up[e]^T)) down[e]^T, where gate[e] and up[e] are the halves of
+    (w_gate_up[e] - zero points) scales, down[e] is (w_down[e] - zero points) scales, and the weights are those of `moe_route`.
+    No token is dropped, however uneven the routing.
+
+    Args:
+      x: [..., d]. bfloat16 or float16 for the kernels; other floats run through XLA.
+      router_logits: [..., experts] floats, as in `moe`.
+      w_gate_up: int8 or int4, [experts, 2 hidden, d]: gate's rows, then up's.
+      w_down: int8 or int4, [experts, d, hidden].
+      gate_up_scales: floats, [experts, 2 hidden], or [experts, d / group size, 2 hidden], as in `quantized_grouped_matmul`.
+      down_scales: floats, [experts, d], or [experts, hidden / group size, d].
+      top_k, norm_topk_prob, activation, spread: as in `moe`.
+      gate_up_zero_points, down_zero_points: numbers of the scales' shapes, as in `quantized_grouped_matmul`. Default: 0.
+      backend: of the products, as in `quantized_grouped_matmul`.
+
+    Returns:
+      [..., d] of x's dtype. Gate and up, activation(gate) * up, and each expert's result are each rounded to it once. A token's
+      results are multiplied by their weights and added in float32, in the order of its experts.
+
+    Works under jit, grad (reverse mode) with respect to x and router_logits, vmap, scan, checkpoint and shard_map. Weights,
+    scales and zero points are constants: a gradient of scales or zero points raises. The backward pass dequantises all experts'
+    weights to 16 bits.
+
+    Raises ValueError and TypeError for what `moe` and `quantized_grouped_matmul` refuse.
+
+    Source: as for `moe`; of the products as for `quantized_grouped_matmul`.
+    """
+    op = "quantized_moe"
+    given = {
+        "w_gate_up": checked_weights(op, "w_gate_up", w_gate_up),
+        "w_down": checked_weights(op, "w_down", w_down),
+        "gate_up_scales": floats.array(op, "gate_up_scales", gate_up_scales),
+        "down_scales": floats.array(op, "down_scales", down_scales),
+    }
+    for name, zero_points in (("gate_up_zero_points", gate_up_zero_points), ("down_zero_points", down_zero_points)):
+        if zero_points is not None:
+            given[name] = floats.any_array(op, name, zero_points, "numbers")
+    options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
+
+    def of_routed(x: jax.Array, weights: jax.Array, experts: jax.Array, *arrays: jax.Array) -> jax.Array:
+        return quantized_moe_experts(x, weights, experts, **options | dict(zip(given, arrays, strict=True)))
+
+    return routed(op, of_routed, x, router_logits, given, top_k, norm_topk_prob, _dimensions(given))
+
+
+def quantized_moe_experts(
+    x: ArrayLike,
+    weights: ArrayLike,
+    experts: ArrayLike,
+    w_gate_up: ArrayLike,
+    w_down: ArrayLike,
+    gate_up_scales: ArrayLike,
+    down_scales: ArrayLike,
+    *,
+    gate_up_zero_points: ArrayLike | None = None,
+    down_zero_points: ArrayLike | None = None,
+    num_experts: int | None = None,
+    group_offset: ArrayLike | None = None,
+    activation: Activation | None = "silu",
+    spread: Spread = "random",
+    backend: dispatch.Backend | None = None,
+) -> jax.Array:
+    """`quantized_moe` of tokens that were routed already: by `moe_route`, or in any other way.
+
+    Args:
+      x: [tokens, d]. weights: [tokens, top_k] floats. experts: [tokens, top_k] integers, as `moe_dispatch` takes them.
+      w_gate_up, w_down, their scales and zero points: as in `quantized_moe`, of all experts; or of a device's share, with
+        `num_experts` and `group_offset`.
+      num_experts, group_offset: as in `moe_experts`. Other experts add nothing.
+      activation, spread, backend: as in `quantized_moe`.
+
+    Returns:
+      [tokens, d] of x's dtype.
+
+    Raises ValueError and TypeError for what `moe_experts` and `quantized_grouped_matmul` refuse.
+    """
+    op = "quantized_moe_experts"
+    (x,) = checked_operands(op, ("x", x, 2))
+    given = _checked_matrices(op, x, w_gate_up, w_down)
+    own, both, d = given["w_gate_up"].shape
+    of_tokens, offset, count = checked_routing(
+        op, x, weights, experts, ("w_gate_up", given["w_gate_up"]), num_experts, group_offset
+    )
+    for product, scales, zero_points, sides in (
+        ("gate_up", gate_up_scales, gate_up_zero_points, (own, d, both)),
+        ("down", down_scales, down_zero_points, (own, both // 2, d)),
+    ):
+        names = (f"{product}_scales", f"{product}_zero_points")
+        given |= dict(zip(names, checked_scales(op, scales, zero_points, sides, f"{product}_"), strict=False))
+    activation, backend = checked_activation(activation), dispatch.requested_backend(backend)
+    matmul = functools.partial(quantized_grouped_matmul, transpose_rhs=True, spread=checked_spread(spread), backend=backend)
+    # The activation's kernel runs where it can and rows are few, as without a named backend: that is the products'.
+    of_activation: dispatch.Backend | None = None if backend in (None, "mosaic") else "xla"
+
+    def layer(x: jax.Array, weights: jax.Array, experts: jax.Array, *rest: jax.Array) -> jax.Array:
+        experts = own_experts(experts, own, count, *rest[len(given) :])
+        sorting = sorted_by_expert(x, experts, own)
+        x, weights, experts, *arrays = mesh.same_mesh_axes(x, weights, experts, *sorting, *rest[: len(given)])
+        sizes, order, positions = arrays[:3]
+        of = dict(zip(given, arrays[3:], strict=True))
+        rows = rows_of_tokens(x, tokens_of(order, positions), positions)
+        gate_up = matmul(rows, of["w_gate_up"], of["gate_up_scales"], sizes, of.get("gate_up_zero_points"))
+        hidden = gated(activation, of_activation, gate_up) if both else gate_up
+        out = matmul(hidden, of["w_down"], of["down_scales"], sizes, of.get("down_zero_points"))
+        known = jnp.where(experts >= 0, weights, 0)
+        return weighted_sums(out, known, order, positions).astype(x.dtype)
+
+    rule = functools.partial(rule_of_experts, op, dimensions=_dimensions(given))
+    found: jax.Array = partition.with_first(layer, rule, 3, x, *of_tokens, *given.values(), *offset)
+    return found
+
+
+def _checked_matrices(op: str, x: jax.Array, w_gate_up: ArrayLike, w_down: ArrayLike) -> dict[str, jax.Array]:
+    """Both matrices by name. Raises for what are no weights, and for shapes that do not fit x or each other."""
+    given = {"w_gate_up": checked_weights(op, "w_gate_up", w_gate_up), "w_down": checked_weights(op, "w_down", w_down)}
+    gate_up, down = given.values()
+    for name, w in given.items():
+        if w.ndim != 3:
+            raise ValueError(f"{name} has shape {w.shape}: {op} takes rank 3; use jax.vmap for batches")
+    experts, both, d = gate_up.shape
+    if d != x.shape[1] or both % 2:
+        raise ValueError(
+            f"w_gate_up{gate_up.shape} does not fit x{x.shape}: it is [experts, 2 hidden, d], gate's rows before up's, "
+            "transposed beside the matrices of moe"
+        )
+    if down.shape != (experts, d, both // 2):
+        raise ValueError(
+            f"w_gate_up{gate_up.shape} and w_down{down.shape} differ: they are [experts, 2 hidden, d] and "
+            "[experts, d, hidden], transposed beside the matrices of moe"
+        )
+    return given
+
+
+_DIMENSIONS = {"w_gate_up": "E B D", "w_down": "E D H", "gate_up": "E S B", "down": "E G D"}
+
+
+def _dimensions(given: dict[str, jax.Array]) -> str:
+    """Of these arrays for a `partition.Rule`: each device has all experts. Scales [experts, columns] have no groups."""
+    found = []
+    for name, x in given.items():
+        dims = _DIMENSIONS[name.removesuffix("_scales").removesuffix("_zero_points")].split()
+        found.append(" ".join(dims if x.ndim == 3 else dims[::2]))
+    return ", ".join(found)
