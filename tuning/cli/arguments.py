@@ -37,7 +37,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     ),
     "gated_matmul": ("llm", "gradient", "stored", "llama3-8b", "llama3-70b", "gemma2-9b", "anywhere"),
     "quantized_matmul": ("w8", "w4", "llama3-8b", "llama3-70b"),
-    "quantize": ("llama3-8b", "anywhere"),
+    "quantize": ("llama3-8b", "moe", "anywhere"),
     "grouped_matmul": (
         "moe",
         "training",
@@ -226,7 +226,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "stored": _FLAG | {"help": "gated_matmul: gate (for gradients also up) is an input, and only one product is computed"},
         "joined": _FLAG | {"help": "gated_matmul: gate and up are the columns of one weight"},
         "group_offset": _FLAG | {"help": "grouped ops: compute the groups of one shard, whose rows begin at an offset"},
-        "row_scale": _FLAG | {"help": "grouped_matmul: multiply each output row by a factor"},
+        "row_scale": _FLAG | {"help": "grouped_matmul, quantize of gates: multiply each output row by a factor"},
         "second": _FLAG | {"help": "grouped_matmul: add the product of a second pair of operands"},
         "normalised": _FLAG
         | {"help": "matmul, gated_matmul: RMS norm of the left operand's rows, without a weight; rotary: of heads of q and k"},
@@ -260,7 +260,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": ("even", "random", "skewed", "sparse"),
             "help": "grouped ops: how the rows are spread over the groups (default random); it matters for the time only",
         },
-        "batch": _SIZE | {"help": "products in one launch (default 1); attention: sequences"},
+        "batch": _SIZE | {"help": "products or arrays in one launch (default 1); attention: sequences"},
         "bias": {
             "nargs": "?",
             "const": True,
@@ -306,7 +306,7 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "positions": _SIZE | {"help": "tokens of a sequence; --rows is a multiple of it"},
         "heads": _SIZE | {"help": "query heads"},
     },
-    "quantize (--rows too, --dtype also f32)": {
+    "quantize (--rows, --batch and --row-scale too, --dtype also f32)": {
         "columns": _SIZE | {"help": "columns of the array"},
         "to": {"type": dtype, "metavar": "DTYPE", "help": "dtype of the result: f8e4m3 (default) or f8e5m2"},
         "of": {
@@ -322,6 +322,8 @@ FIELD_GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "choices": ("none", "also", "only"),
             "help": "compute the largest absolute value: no (default), also, or nothing else",
         },
+        "gathered": _SIZE
+        | {"help": "rows of the array that is read, of which numbers name the rows to quantize (default: all)"},
     },
     "all_reduce, reduce_scatter, all_gather": {
         "size": _SIZE | {"help": "elements of the payload on each GPU"},
