@@ -42,6 +42,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
         ops.cross_entropy,
         ops.moe,
         ops.moe_fp8,
+        ops.moe_quantized,
         ops.collectives,
         programs.program,
         programs.program_h100,

@@ -172,22 +172,34 @@ def moe(results: Path) -> Iterator[str]:
 
 def moe_fp8(results: Path) -> Iterator[str]:
     """Layers of experts, forward and backward, in 16 and in 8 bits."""
-    found = [p for gpu in ("h200", "h100") for p in found_of(results, rf"{gpu}-moe\+grad-fp8")]
-    yield "| GPU | layer | rows an expert | `moe`, ms | `fp8_moe`, ms | with a state, ms | 16 bits over it |"
+    yield "| GPU | layer | rows an expert | `moe`, ms | `fp8_moe`, ms | with a state, ms | 16 bits over that |"
     yield "|---" * 7 + "|"
-    for p in found:
+    found = on_each_gpu(results, r"moe\+grad-fp8")
+    for gpu, p in found:
         tokens, _, _, top_k = p.shape
         experts = int(re.search(r"g=(\d+)", p.rows["mgpu_ops"]["problem"])[1])  # type: ignore[index]
         times = [p.us(impl) / 1000 for impl in ("mgpu_ops", "fp8", "fp8-delayed")]
-        gpu = "H200" if "h200" in p.file.name else "H100"
         cells = gpu, p.name, tokens * top_k // experts, *(f"{ms:.2f}" for ms in times), f"{times[0] / times[2]:.2f}x"
         yield f"| {' | '.join(map(str, cells))} |"
-    yield from sources(*files(found))
+    yield from sources(*files([p for _, p in found]))
 
 
-def found_of(results: Path, what: str) -> list[Problem]:
-    """The problems of benchmarks, of which there may be none."""
-    return problems(results, what) if any(newest(results, what)) else []
+def moe_quantized(results: Path) -> Iterator[str]:
+    """Layers of experts in decoding, with matrices of 16, 8 and 4 bits."""
+    yield "| GPU | layer | tokens | `moe`, us | int8, us | | int4, us | |"
+    yield "|---" * 8 + "|"
+    found = on_each_gpu(results, "moe-quantized")
+    for gpu, p in found:
+        wide, *narrow = (p.us(impl) for impl in ("mgpu_ops", "int8", "int4"))
+        of_each = (cell for us in narrow for cell in (f"{us:.0f}", f"{wide / us:.2f}x"))
+        yield f"| {gpu} | {p.name} | {p.shape[0]} | {wide:.0f} | {' | '.join(of_each)} |"
+    yield from sources(*files([p for _, p in found]))
+
+
+def on_each_gpu(results: Path, what: str) -> list[tuple[str, Problem]]:
+    """The problems of a benchmark, of which a GPU may have none, with the GPU's name."""
+    names = [name for name in ("H200", "H100") if any(newest(results, f"{name.lower()}-{what}"))]
+    return [(name, p) for name in names for p in problems(results, f"{name.lower()}-{what}")]
 
 
 def layers_of_experts(results: Path, passes: str = "", gpu: str = "h200") -> list[Problem]:
