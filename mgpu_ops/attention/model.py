@@ -360,7 +360,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     tiles = tiles + _FIT.tile + _FIT.refill * (c.q_slots == 1 and several)
     work = shared_out(tiles, entries, gpu)
     every = _output_tiles(p, c)
-    if (p.lengths or p.segments) and c.compute_warpgroups == 3 and gpu.sms < every <= DEALT * gpu.sms:
+    unlike = p.segments or (p.lengths and p.batch > 1)
+    if unlike and c.compute_warpgroups == 3 and gpu.sms < every <= DEALT * gpu.sms:
         work *= _FIT.not_dealt
     if several:
         start += _FIT.schedule
