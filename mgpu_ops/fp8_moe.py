@@ -62,8 +62,8 @@ def fp8_moe(
     expert_e(x) = (silu(x w_gate[e]) * (x w_up[e])) w_down[e]. All nine products, three forward and six backward, are of 8-bit
     floats, summed in float32 as in `matmul` of 8-bit floats. x, the matrices, and the hidden array silu(gate) up weight are
     float8_e4m3fn in products, the gradients of the result and of gate and up float8_e5m2. Each array is rounded once, with one
-    scale for all of it, the matrices for all experts; w_gate and w_up share one, and so do the gradients of gate and up. The
-    router's weights and their gradient are in float32.
+    scale for all of it, the matrices for all experts; w_gate and w_up share one, and so do the gradients of gate and up. Tokens
+    of no expert count for no scale. The router's weights and their gradient are in float32.
 
     Args:
       x: [..., d]. bfloat16, float16 or float32.
@@ -200,10 +200,15 @@ def _sums(rows: jax.Array, places: Padded) -> jax.Array:
 def _tokens_both_ways(
     call: _Call, x: jax.Array, places: Padded, dtype: Any, scale: jax.Array | None
 ) -> tuple[Quantized, Quantized, jax.Array | None]:
-    """The rows of x, quantized, and their transpose. With a known scale also the largest value."""
+    """The rows of x, quantized, and their transpose. With a known scale also the largest value.
+
+    Tokens that none of the experts has count for neither.
+    """
     known = scale is not None
-    by = scale if scale is not None else scale_or_one(largest_finite(x), dtype)
-    amax = "also" if known else "none"
+    if scale is None:
+        here = (places.row < places.token.size).any(1, keepdims=True)
+        scale = scale_or_one(largest_finite(jnp.where(here, x, 0)), dtype)
+    by, amax = scale, "also" if known else "none"
     x, token, by = mesh.same_mesh_axes(x, places.token, by)
     values, values_t, *largest = quantizing.both_ways((x,), (by,), dtype, amax=amax, index=token, backend=call.backend)
     return (values, by), (values_t, by), largest[0] if known else None

@@ -302,6 +302,22 @@ def test_shares_of_the_experts_add_up_to_the_layer() -> None:
     assert share(every(x, weights, experts + 3, *matrices), whole) < ALIKE
 
 
+def test_a_token_of_no_expert_counts_for_no_scale() -> None:
+    x, logits, *matrices = layer(40, 32, 48, 4)
+    weights, experts = moe_route(logits, 2)
+    experts = experts.at[:3].set(-1)
+
+    @jax.jit
+    def step(x: jax.Array, g: jax.Array) -> Any:
+        out, back = jax.vjp(lambda x, *w: fp8_moe_experts(x, weights, experts, *w), x, *matrices)
+        return out, *back(g)
+
+    found, loud = step(x, x[::-1]), step(x.at[:3].set(1e4), x[::-1].at[:3].set(1e4))
+    for one, other in zip(found, loud, strict=True):  # one program
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(found[0][:3], 0)
+
+
 @pytest.mark.parametrize("offset", [-(2**31), -2, 2, 6, 2**31 - 1])
 def test_a_share_has_the_experts_that_moe_experts_gives_it_wherever_a_traced_offset_is(offset: int) -> None:
     """Also where it reaches beyond all experts: what names none of them adds nothing."""
