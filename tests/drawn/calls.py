@@ -92,7 +92,8 @@ def case(seed: int, gpu: Gpu, tiny: bool) -> Case:
     label += "".join(f" {short(problem)} {short(config)}" for pairs in configs.values() for problem, config in pairs)
     rounded = "bfloat16" if drawn.eight else dtype  # some numbers of 8 bits are rounded to their other neighbour
     limit = drawn.limit or _LIMITS[rounded] * (1.5 if of else 1.0)
-    wanted = tuple(Wanted(f"result {i}", np.asarray(x), limit, "norm") for i, x in enumerate(results))
+    floor = float(jnp.finfo(dtype).tiny)  # numbers below have fewer digits: a gradient that is 0 may be one of these
+    wanted = tuple(Wanted(f"result {i}", np.asarray(x), limit, "norm", floor=floor) for i, x in enumerate(results))
     attends = "attention" in name and bool(of)
     return Case(label, gpu, function, arrays, wanted, not attends)
 
