@@ -174,7 +174,7 @@ def moe_fp8(results: Path) -> Iterator[str]:
     """Layers of experts, forward and backward, in 16 and in 8 bits."""
     yield "| GPU | layer | rows an expert | `moe`, ms | `fp8_moe`, ms | with a state, ms | 16 bits over that |"
     yield "|---" * 7 + "|"
-    found = on_each_gpu(results, r"moe\+grad-fp8")
+    found = on_each_gpu(results, "moe-grad-fp8")
     for gpu, p in found:
         tokens, _, _, top_k = p.shape
         experts = int(re.search(r"g=(\d+)", p.rows["mgpu_ops"]["problem"])[1])  # type: ignore[index]

@@ -37,7 +37,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     ),
     "gated_matmul": ("llm", "gradient", "stored", "llama3-8b", "llama3-70b", "gemma2-9b", "anywhere"),
     "quantized_matmul": ("w8", "w4", "llama3-8b", "llama3-70b"),
-    "quantize": ("llama3-8b", "moe", "anywhere"),
+    "quantize": ("llama3-8b", "fp8-moe", "anywhere"),
     "grouped_matmul": (
         "moe",
         "training",

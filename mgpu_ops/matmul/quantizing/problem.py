@@ -159,7 +159,7 @@ _MOE = {
     "moe-gate-gradient": Problem(_ROWS, _H, to="float8_e5m2", of="gate_gradient", row_scale=True),
     "moe-gate-gradient-amax": Problem(_ROWS, _H, to="float8_e5m2", of="gate_gradient", amax="only", row_scale=True),
 }
-SUITES: dict[str, Sequence[str]] = {"llama3-8b": list(SHAPES), "moe": list(_MOE)}
+SUITES: dict[str, Sequence[str]] = {"llama3-8b": list(SHAPES), "fp8-moe": list(_MOE)}
 SHAPES |= _MOE
 
 # --- What can run ---------------------------------------------------------------------------------------------------
