@@ -47,7 +47,7 @@ from mgpu_ops.attention.launch import (
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, deals_tiles, masks_all
+from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, deals_tiles, masks_all, output_tiles
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine, fragments, regions, tile_scheduler
@@ -65,11 +65,6 @@ def _schedule(p: Problem, c: Config, blocks: int, in_rounds: bool) -> np.ndarray
     """Which thread block works on which output tiles."""
     steps = kv_blocks(p, ROWS * c.compute_warpgroups, c.tile_kv)
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, c.section_waves, blocks, in_rounds)
-
-
-def _tiles(p: Problem, c: Config) -> int:
-    """Output tiles of all heads."""
-    return p.batch * p.q_heads * math.ceil(p.q_tokens / (ROWS * c.compute_warpgroups))
 
 
 def _thread_blocks(p: Problem, c: Config, tiles: int, gpu: Gpu) -> int:
@@ -116,7 +111,7 @@ class _ThreadBlock:
         out, lse = outputs
         number = own = lax.axis_index("block")
         if refs.schedule is None and p.segments and p.right is not None:  # the longest tiles of a head first
-            own = _tiles(p, c) - 1 - number
+            own = output_tiles(p, c) - 1 - number
         return _ThreadBlock(
             p=p,
             c=c,
@@ -552,7 +547,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
     tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
-    blocks = _thread_blocks(p, c, _tiles(p, c), gpu)
+    blocks = _thread_blocks(p, c, output_tiles(p, c), gpu)
     bias_stages = bias_steps(p, c, gpu)
     bias_parts = consumers if bias_stages == 1 else 1  # `_ThreadBlock.splits_bias`
     bias_barriers = Pipeline.barriers(bias_stages * bias_parts, copies=1, consumers=consumers // bias_parts)
@@ -582,7 +577,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         },
     )
     # Where each thread block has one output tile, none reads a schedule.
-    schedule = None if _tiles(p, c) <= blocks else _schedule(p, c, blocks, comes_in_rounds(gpu, blocks))
+    schedule = None if output_tiles(p, c) <= blocks else _schedule(p, c, blocks, comes_in_rounds(gpu, blocks))
     refs = _Refs(schedule, as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
     out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_d), q.dtype)
     out_type = rows_like(out_like), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)

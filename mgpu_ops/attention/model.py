@@ -30,6 +30,7 @@ from mgpu_ops.attention.problem import (
     check,
     least_splits,
     masks_all,
+    output_tiles,
     padded,
     split_stages,
     splits_keys,
@@ -214,13 +215,9 @@ def _measured(problem: Problem, gpu: Gpu) -> Config | None:
         return None
     least = _producer_registers(problem, found.compute_warpgroups, found.tile_kv)
     section = _section(problem, gpu, found.section_waves)
-    if problem.bias != "none" and _output_tiles(problem, found) <= gpu.sms:
+    if problem.bias != "none" and output_tiles(problem, found) <= gpu.sms:
         found = dataclasses.replace(found, q_slots=1)  # a block has one tile, and a bias takes the room of the next queries
     return dataclasses.replace(found, section_waves=section, memory_registers=max(found.memory_registers, least))
-
-
-def _output_tiles(problem: Problem, config: Config) -> int:
-    return problem.batch * problem.q_heads * math.ceil(problem.q_tokens / (ROWS * config.compute_warpgroups))
 
 
 def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
@@ -293,7 +290,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
         or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1)
     ):
         return best
-    margin = _MARGIN_FEW if _output_tiles(problem, measured) <= _FEW_TILES * gpu.sms else _MARGIN_MANY
+    margin = _MARGIN_FEW if output_tiles(problem, measured) <= _FEW_TILES * gpu.sms else _MARGIN_MANY
     return measured if cost(problem, measured, gpu) <= margin * cost(problem, best, gpu) else best
 
 
@@ -359,7 +356,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         tiles = tiles * _FIT.short_causal
     tiles = tiles + _FIT.tile + _FIT.refill * (c.q_slots == 1 and several)
     work = shared_out(tiles, entries, gpu)
-    every = _output_tiles(p, c)
+    every = output_tiles(p, c)
     unlike = p.segments or (p.lengths and p.batch > 1)
     if unlike and c.compute_warpgroups == 3 and gpu.sms < every <= DEALT * gpu.sms:
         work *= _FIT.not_dealt

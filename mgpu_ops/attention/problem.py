@@ -350,6 +350,11 @@ DEALT = 16  # output tiles of an SM: where there are more, short ones lie on all
 _LONG, _FEW_TILES = 8, 2  # kv blocks, and tiles of an SM: beginnings and ends of more and shorter tiles weigh
 
 
+def output_tiles(problem: Problem, config: Config) -> int:
+    """Output tiles of all heads, `ROWS` rows of queries a compute warpgroup each."""
+    return problem.batch * problem.q_heads * math.ceil(problem.q_tokens / (ROWS * config.compute_warpgroups))
+
+
 def deals_tiles(problem: Problem, config: Config, tiles: int, gpu: Gpu) -> bool:
     """Whether the forward kernel has as many thread blocks as output tiles: the GPU gives an SM the next one when it is idle.
 
