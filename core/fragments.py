@@ -71,6 +71,30 @@ def compute_here(values: jax.Array, ref: Any) -> None:
     store(laid_out(values, plgpu.Layout.WGMMA), ref)
 
 
+def any_of_warp(condition: jax.Array) -> jax.Array:
+    """Whether `condition` [64], a bool for each of a warpgroup's rows, holds for one of a warp's 16 rows, as int32.
+
+    Warps get different answers, and may branch by them as long as nothing in the branch is for the whole warpgroup: no wgmma,
+    no barrier. The interpreter, which has no warps, asks all 64 rows.
+    """
+    if interpreting():
+        return jnp.any(condition).astype(jnp.int32)
+    scalar, layout = plgpu.Layout.WG_SPLAT, plgpu.Layout.WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=scalar))
+    def vote(_: Any, rows: Any) -> Any:
+        words = (vector.extract(register, dynamic_position=[], static_position=[0]) for register in rows.registers.flat)
+        word = functools.reduce(arith.ori, words)
+        code = (
+            "{ .reg .pred own, any; setp.ne.u32 own, $1, 0; vote.sync.any.pred any, own, 0xffffffff; selp.u32 $0, 1, 0, any; }"
+        )
+        found = mosaic.inline_ptx(code, word, result_types=ir.IntegerType.get_signless(32), has_side_effects=True)
+        return mosaic_gpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    any_row: jax.Array = vote(laid_out(condition.astype(jnp.int32), layout))
+    return any_row
+
+
 def write_tile(values: jax.Array, ref: Any) -> None:
     """ref[...] = values, [64, columns] in wgmma's layout, in shared memory with `operand_transforms` of the 128-byte swizzle.
 

@@ -193,6 +193,17 @@ def _assign_sections(costs: np.ndarray, heads: int, section: int, blocks: int, i
     return table
 
 
+def entries_together(table: np.ndarray, tiles: int, batch: int, heads: int, group: int = 1) -> np.ndarray:
+    """A table of `assign_heads` for heads [batch, heads] of `tiles` tiles, with all entries of the batch one after the other.
+
+    Of the first `group` heads, then of the next ones: so that what the entries share stays in L2.
+    """
+    order = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads // group, group).swapaxes(0, 1).ravel()
+    found = table.copy()
+    found[:, 1:] = order[table[:, 1:] // tiles] * tiles + table[:, 1:] % tiles
+    return found
+
+
 def _in_rounds(numbers: np.ndarray, costs: np.ndarray, at_once: int) -> list[np.ndarray]:
     """The tiles of each block, in the order in which the GPU starts the blocks. numbers: of all tiles, in their order."""
     assigned: list[np.ndarray] = []

@@ -52,7 +52,7 @@ from mgpu_ops.attention.launch import (
     swizzled,
 )
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
-from mgpu_ops.core import engine
+from mgpu_ops.core import engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 
@@ -103,6 +103,8 @@ def launch(
 
     # Blocks that take turns are planned in one round.
     table = schedule(p, c, blocks, gpu.sms, not in_turns(p, c) and comes_in_rounds(gpu, blocks))
+    if optional.share_bias and not in_turns(p, c):
+        table = tile_scheduler.entries_together(table, tiles, p.batch, p.kv_heads)
     refs = Refs(
         schedule=table,
         q=as_blocks(arrays.q, c.tile_q, p),

@@ -278,6 +278,9 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
         },
     )
     table = _schedule(p, c, blocks, gpu.sms, comes_in_rounds(gpu, blocks))
+    if optional.share_bias:
+        tiles, group = math.ceil(p.q_tokens / TILE_Q), p.q_heads // p.kv_heads
+        table = tile_scheduler.entries_together(table, tiles, p.batch, p.q_heads, group)
     refs = BackwardRefs(
         schedule=table,
         q=as_rows(arrays.q),

@@ -49,7 +49,7 @@ from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
 from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, deals_tiles, masks_all, output_tiles
 from mgpu_ops.attention.score_mask import ScoreMask
-from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
+from mgpu_ops.attention.softmax import THRESHOLD, OnlineSoftmax, Scores
 from mgpu_ops.core import engine, fragments, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
@@ -349,7 +349,7 @@ class _Rows:
         """All kv blocks with a mask: (weights of the last one, softmax, its step). Its values are still to be added."""
         p, c = self.block.p, self.block.c
         many = _masks_many(p, self.block.tile_q, c.tile_kv)
-        softmax = OnlineSoftmax.start(by_lanes=c.pv_wait == "half")
+        softmax = self._start_softmax()
         if many:
             # The first of them may be for rows of other consumers alone. With a window it is not worth the registers.
             causal = p.right is not None and p.left is None
@@ -386,7 +386,7 @@ class _Rows:
 
     def first_of_all(self, step: jax.Array) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
         """As `masked_blocks`, of the first kv block that these rows see, where all are masked."""
-        softmax = OnlineSoftmax.start(by_lanes=self.block.c.pv_wait == "half")
+        softmax = self._start_softmax()
         scores = self._scores(step, self._start_scores(step), self._own_block(0), True, in_flight=0)
         weights, softmax, _ = softmax.update(scores, self.block.p.dtype)  # there is no output to rescale
         return weights, softmax, step
@@ -426,7 +426,7 @@ class _Rows:
         # Waits for weights times values; then the stage is empty and the output may be rescaled.
         out = engine.accumulated(w.o_acc, 0)
         engine.barrier_arrive(block.v_pipeline.empty.at[v_stage])
-        w.o_acc[...] = out * along_rows(rescale, out.shape)
+        w.o_acc[...] = self._rescaled(out, rescale)
         return weights, softmax, step + 1
 
     def last_values(self, weights: jax.Array, step: jax.Array) -> jax.Array:
@@ -439,6 +439,10 @@ class _Rows:
         return out
 
     # --- Their parts
+
+    def _start_softmax(self) -> OnlineSoftmax:
+        c = self.block.c
+        return OnlineSoftmax.start(by_lanes=c.pv_wait == "half", threshold=THRESHOLD if c.rescale == "conditional" else 0.0)
 
     def _start_scores(self, step: jax.Array) -> jax.Array:
         """Waits for the keys of a step and starts q k^T. Returns their stage."""
@@ -510,6 +514,16 @@ class _Rows:
         o_acc = self.consumer.o_acc
         o_acc[...] = engine.accumulated(o_acc, 0) * along_rows(rescale, o_acc.shape)
 
+    def _rescaled(self, out: jax.Array, rescale: jax.Array) -> jax.Array:
+        """The output times the rescale factor, in the loop. Elsewhere a branch would make ptxas wait for each product."""
+
+        def scaled() -> jax.Array:
+            return out * along_rows(rescale, out.shape)
+
+        if self.block.c.rescale == "always":
+            return scaled()
+        return lax.cond(fragments.any_of_warp(rescale != 1.0) != 0, scaled, lambda: out)
+
     # --- The way out
 
     @regions.region("store")
@@ -578,6 +592,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     )
     # Where each thread block has one output tile, none reads a schedule.
     schedule = None if output_tiles(p, c) <= blocks else _schedule(p, c, blocks, comes_in_rounds(gpu, blocks))
+    if schedule is not None and optional.share_bias:
+        schedule = tile_scheduler.entries_together(schedule, tiles, p.batch, p.q_heads, p.q_heads // p.kv_heads)
     refs = _Refs(schedule, as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
     out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_d), q.dtype)
     out_type = rows_like(out_like), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)

@@ -119,6 +119,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "kv_splits": (0,),
         "kv_cluster": (1,),
         "turns": ("none", "products"),
+        "rescale": ("always", "conditional"),
     }
 
 
@@ -147,22 +148,22 @@ _MEASURED = {
     (64, 64): Config(3, 128, 3, 2, 1, 32, "half", turns="products"),
     (80, 80): Config(2, 128, 3, 2, 1, 40, "half", turns="products"),
     (96, 96): Config(2, 128, 3, 2, 1, 40, "half", turns="products"),
-    (112, 112): Config(2, 128, 2, 2, 1, 40, "half", turns="products"),
+    (112, 112): Config(2, 128, 2, 2, 1, 40, "half", turns="products", rescale="conditional"),
     (128, 128): Config(2, 128, 2, 2, 1, 24, "half", turns="products"),
-    (160, 160): Config(2, 128, 2, 1, 4, 40, "half", turns="products"),
+    (160, 160): Config(2, 128, 2, 1, 4, 40, "half", turns="products", rescale="conditional"),
     (192, 128): Config(2, 128, 2, 1, 1, 24, "half", turns="products"),
-    (192, 192): Config(2, 64, 2, 2, 4, 24, "half", turns="products"),
-    (256, 256): Config(2, 64, 2, 1, 4, 24, "early"),
+    (192, 192): Config(2, 64, 2, 2, 4, 24, "half", turns="products", rescale="conditional"),
+    (256, 256): Config(2, 64, 2, 1, 4, 24, "early", rescale="conditional"),
 }
 # With a bias, where another was faster.
 _MEASURED_WITH_BIAS = {
     (80, 80): Config(3, 64, 3, 2, 4, 48, "half", turns="products"),
-    (256, 256): Config(2, 64, 2, 1, 4, 24, "half"),
+    (256, 256): Config(2, 64, 2, 1, 4, 24, "half", rescale="conditional"),
 }
 # Where all rows see all keys or a causal mask's, `_WIDE_FROM` or more. There are no registers for what else a problem may have.
 _MEASURED_WIDE = {
-    (80, 80): Config(2, 192, 3, 2, 1, 40, "half", turns="products"),
-    (96, 96): Config(2, 192, 2, 2, 1, 40, "half", turns="products"),
+    (80, 80): Config(2, 192, 3, 2, 1, 40, "half", turns="products", rescale="conditional"),
+    (96, 96): Config(2, 192, 2, 2, 1, 40, "half", turns="products", rescale="conditional"),
 }
 _WIDE_FROM = 4096  # keys: 2048 took 2 % longer than with steps of 128
 # A config modelled this much faster than the measured one is the default in its place: by tiles of the measured one for an SM.
@@ -181,12 +182,15 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     measured, section = _measured(problem, gpu), _section(problem, gpu, SECTION)
     found = [] if measured is None else [measured]
     pv_wait, turns = "early", "none"
+    # Of wide outputs: of narrower ones only the measured configs were faster so.
+    rescale = measured.rescale if measured is not None and rounded_values(problem.head_dim, problem.v_dim) > 128 else "always"
     if measured is not None and measured.turns != "none":  # faster at that head dim than the others, which come next
         pv_wait, turns = measured.pv_wait, measured.turns
         found += [dataclasses.replace(measured, turns="none"), dataclasses.replace(measured, pv_wait="early", turns="none")]
     for warpgroups, tile_kv, q_slots in itertools.product((1, 2, 3), (64, 128, 192, 256), (2, 1)):
         order, registers = turns if warpgroups > 1 else "none", _producer_registers(problem, warpgroups, tile_kv)
-        pipelines = [Config(warpgroups, tile_kv, n, q_slots, section, registers, pv_wait, turns=order) for n in (3, 2)]
+        blocks = Config(warpgroups, tile_kv, 3, q_slots, section, registers, pv_wait, turns=order, rescale=rescale)
+        pipelines = [blocks, dataclasses.replace(blocks, max_concurrent_steps=2)]
         found += [c for c in pipelines if check(problem, c, gpu) is None][:1]
     legal = [c for c in dict.fromkeys(found) if check(problem, c, gpu) is None]
     legal = [c for c in legal if not _spills(problem, c, gpu)] or legal

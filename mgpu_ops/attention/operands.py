@@ -57,6 +57,11 @@ class OptionalRefs:
     segment_blocks: Any  # [batch, tiles, 2] of `launch.segment_blocks`, or None
     bias_shape: tuple[int, int] = dataclasses.field(metadata={"static": True})  # batch entries and heads of the bias
 
+    @property
+    def share_bias(self) -> bool:
+        """Whether the entries of the batch have one bias."""
+        return self.inputs.bias is not None and self.bias_shape[0] == 1
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -133,6 +133,8 @@ class Config:
     kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. Another kernel adds up those of
       the clusters.
     turns: "products", consumers take turns at starting the two products of a step, or "none".
+    rescale: "always", the output is multiplied in each step by how much a row's weights shrink; or "conditional", by warps,
+      where the greatest score of one of 16 rows has grown by more than a threshold (a factor of 256 in its weight).
     """
 
     compute_warpgroups: int
@@ -145,6 +147,7 @@ class Config:
     kv_splits: int = 0
     kv_cluster: int = 1
     turns: str = "none"
+    rescale: str = "always"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -301,6 +304,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return f"turns={c.turns!r} is neither 'none' nor 'products'"
     if c.turns != "none" and c.compute_warpgroups == 1:
         return f"turns={c.turns!r} is for 2 or 3 compute_warpgroups, not 1: use 'none'"
+    if c.rescale not in ("always", "conditional"):
+        return f"rescale={c.rescale!r} is neither 'always' nor 'conditional'"
     # Scores, output and weights, of each of 128 threads.
     needed = c.tile_kv // 2 + rounded_values(p.head_dim, p.v_dim) // 2 + c.tile_kv // 4
     limit = limits.consumer_registers(c.compute_warpgroups, c.memory_registers, gpu)
@@ -319,6 +324,7 @@ ONE_WARPGROUP: dict[str, Any] = {
     "memory_registers": 24,
     "pv_wait": "early",
     "turns": "none",
+    "rescale": "always",
 }
 MAX_SPLITS = 256  # each is a term of the kernel that adds them up
 KV_CLUSTERS = (1, 2, 4, 8, 16)

@@ -17,6 +17,7 @@ from mgpu_ops.core import regions
 from mgpu_ops.core.tile_scheduler import Int
 
 HIGHEST = 3e38  # the row max where a sink is larger: less the sink itself, an infinite one leaves an infinite sum, not NaN
+THRESHOLD = 8.0  # of a row max that is kept: weights are up to 2^8, of which a row's sum and float16 have room for many
 _LANES = 8  # columns of wgmma's layout in which each thread has two: 4 threads have a row
 LOWEST = -1e30  # the row max before any score: scores below count as masked, and 2^(-inf - LOWEST) is 0, not NaN
 
@@ -43,17 +44,23 @@ class OnlineSoftmax:
     The output so far is the sum of weights times values, not yet divided by the row sum. When the row max grows, weights that
     were taken with the old one are too large: row sum and output are multiplied by a rescale factor of at most 1.
     Started `by_lanes`, the row sum is [64, 8], each thread's own part of it, until `added_up`: threads exchange nothing for it.
+    Started with a `threshold`, the row max is the largest score but for that much: it changes when a score is greater than it
+    by more, and most rescale factors are 1. Weights are then up to 2^threshold.
     """
 
     row_max: jax.Array
     row_sum: jax.Array
+    threshold: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     @staticmethod
-    def start(by_lanes: bool = False) -> OnlineSoftmax:
+    def start(by_lanes: bool = False, threshold: float = 0.0) -> OnlineSoftmax:
         row_max, row_sum = (plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), PER_ROW) for x in (LOWEST, 0.0))
         if by_lanes:
             row_sum = plgpu.layout_cast(jnp.full((ROWS, _LANES), 0.0, jnp.float32), TILE)
-        return OnlineSoftmax(row_max, row_sum)
+        return OnlineSoftmax(row_max, row_sum, threshold)
+
+    def _with(self, row_max: jax.Array, row_sum: jax.Array) -> OnlineSoftmax:
+        return dataclasses.replace(self, row_max=row_max, row_sum=row_sum)
 
     @property
     def by_lanes(self) -> bool:
@@ -61,7 +68,7 @@ class OnlineSoftmax:
 
     def added_up(self) -> OnlineSoftmax:
         """With one row sum a row, after the last kv block."""
-        return OnlineSoftmax(self.row_max, jnp.sum(self.row_sum, axis=1)) if self.by_lanes else self
+        return self._with(self.row_max, jnp.sum(self.row_sum, axis=1)) if self.by_lanes else self
 
     def update(self, scores: Scores, dtype: Any) -> tuple[jax.Array, OnlineSoftmax, jax.Array]:
         """With one more kv block: its weights 2^(score - row max) in `dtype`, the new state, and the rescale factor."""
@@ -71,6 +78,8 @@ class OnlineSoftmax:
     def update_in_halves(self, scores: Scores, dtype: Any) -> tuple[jax.Array, OnlineSoftmax, jax.Array, jax.Array]:
         """`update`; and by lanes the row sum with the first half of the block's columns only, else the whole one."""
         row_max = jnp.maximum(self.row_max, scores.scaled(jnp.max(scores.values, axis=1)))
+        if self.threshold:
+            row_max = jnp.where(row_max > self.row_max + self.threshold, row_max, self.row_max)
         weights = jnp.exp2(scores.scaled(scores.values) - along_rows(row_max, scores.values.shape))
         rescale = jnp.exp2(self.row_max - row_max)
         rounded = weights.astype(dtype)
@@ -81,12 +90,12 @@ class OnlineSoftmax:
             first, second = parts[: len(parts) // 2], parts[len(parts) // 2 :]
             half = functools.reduce(jnp.add, first, self.row_sum * along_rows(rescale, self.row_sum.shape))
             row_sum = functools.reduce(jnp.add, second, half)
-        return rounded, OnlineSoftmax(row_max, row_sum), rescale, half
+        return rounded, self._with(row_max, row_sum), rescale, half
 
     def without_padding(self, row: Int, q_end: Int) -> OnlineSoftmax:
         """For rows from `row` on: those from `q_end` on are padding, and see nothing."""
         rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + row
-        return OnlineSoftmax(self.row_max, jnp.where(rows < q_end, self.row_sum, 0.0))
+        return self._with(self.row_max, jnp.where(rows < q_end, self.row_sum, 0.0))
 
     def with_sink(self, sink: jax.Array) -> tuple[OnlineSoftmax, jax.Array]:
         """With one more key, of score `sink` (times log2(e); one, or one a row) and without a value; and the rescale factor.
@@ -96,7 +105,7 @@ class OnlineSoftmax:
         row_max = jnp.minimum(jnp.maximum(self.row_max, sink), HIGHEST)
         rescale = jnp.exp2(self.row_max - row_max)
         row_sum = self.row_sum * rescale + jnp.exp2(sink - row_max)
-        return OnlineSoftmax(row_max, jnp.where(self.row_sum == 0, 0.0, row_sum)), rescale
+        return self._with(row_max, jnp.where(self.row_sum == 0, 0.0, row_sum)), rescale
 
     def normalise(self, out: jax.Array, *, some_see_nothing: bool, rescale: jax.Array | None = None) -> jax.Array:
         """The output, times any rescale factor, divided by the row sum.

@@ -157,6 +157,18 @@ def test_heads_are_dealt_section_after_section_their_longest_tiles_first(costs, 
         assert order == sorted(order)
 
 
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 9))
+def test_entries_of_a_batch_come_together_by_groups_of_heads(batch, groups, group, tiles, blocks):
+    heads = groups * group
+    table = tile_scheduler.assign_heads(np.ones(tiles), batch * heads, 1, blocks)
+    shares = assigned(tile_scheduler.entries_together(table, tiles, batch, heads, group))
+    assert sorted(itertools.chain(*shares)) == list(range(batch * heads * tiles))
+    for share in shares:
+        entries, own_heads = zip(*(divmod(number // tiles, heads) for number in share), strict=True) if share else ((), ())
+        order = [(head // group, entry) for head, entry in zip(own_heads, entries, strict=True)]
+        assert order == sorted(order)
+
+
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 20), st.sampled_from([1, 2, 1024]), st.integers(1, 9)
 )

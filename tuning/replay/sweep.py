@@ -115,6 +115,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
         "memory_registers": (24, 32, 40),
         "pv_wait": ("early",),
         "turns": ("none",),
+        "rescale": ("always",),
     },
     "flash_attention_backward": {},
     "cross_entropy": {},

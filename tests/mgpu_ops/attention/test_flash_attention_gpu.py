@@ -805,6 +805,19 @@ def given(config: Any, where: str) -> Iterator[dict[str, Any]]:
         yield {} if where == "override" else {"config": config}
 
 
+@pytest.mark.parametrize("head_dim", [64, 160, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_output_is_rescaled_by_condition_where_scores_grow(head_dim, causal, assert_close):
+    """Keys grow to the first one, the last that a row meets: the largest score grows in most blocks, in some rows little."""
+    q, k, v = qkv(Shape(2, 700, 900, 4, 2, head_dim), BF16)
+    k = (k * jnp.linspace(12, 0.5, 900)[None, :, None, None]).astype(k.dtype)
+    q = (q * jnp.where(jnp.arange(700) % 3 == 0, 0.1, 1.0)[None, :, None, None]).astype(q.dtype)
+    problem = FORWARD.Problem(2, 700, 900, 4, 2, head_dim, causal=causal)
+    config = replace(FORWARD.default(problem, gpu.current()), rescale="conditional")
+    out = flash_attention(q, k, v, causal=causal, config=config, backend="mosaic")
+    assert_close(out, cases.truth(q, k, v, causal=causal)["out"], BF16)
+
+
 @pytest.mark.parametrize("where", ["argument", "override"])
 def test_configs_run_other_kernels_to_the_same_end(where, assert_close):
     arrays = qkv(Shape(2, 500, 500, 4, 4, 64), BF16)
@@ -819,6 +832,7 @@ def test_configs_run_other_kernels_to_the_same_end(where, assert_close):
             memory_registers=32 if warpgroups == 3 else 40,
             pv_wait=("early", "late", "half")[warpgroups - 1],
             turns="products" if warpgroups == 3 else "none",
+            rescale="conditional" if warpgroups == 2 else "always",
         )
         with given(config, where) as kwargs:
             assert_close(flash_attention(*arrays, causal=True, backend="mosaic", **kwargs), wanted, BF16)

@@ -148,6 +148,14 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
         P(2, 200, 330, 1, 1, 64, causal=True, sinks=True, lengths=True),
         replace(THREE, pv_wait="half", turns="products"),
     ),
+    "rescaled by condition, head_dim of 256, causal, sinks": (
+        P(1, 70, 330, 1, 1, 256, causal=True, sinks=True),
+        replace(BASE, pv_wait="late", rescale="conditional"),
+    ),
+    "rescaled by condition, many masked tiles, lengths": (
+        P(2, 70, 330, 1, 1, 64, causal=True, window_left=200, lengths=True),
+        replace(BASE, rescale="conditional"),
+    ),
     "three warpgroups, keys in whole tiles, float16": (P(1, 200, 192, 1, 1, 64, "float16"), THREE),
     "tiles of 192 keys, the last one short, a pipeline longer than all": (
         P(1, 64, 250, 2, 1, 64),
@@ -207,6 +215,7 @@ FORWARD_CASES: dict[str, tuple[Any, Any]] = {
 FORWARD_IN_ALL = [  # what others show together or one by one
     "two query stages, grouped heads",
     "row sums by lanes, turns of three, causal, sinks, lengths",
+    "rescaled by condition, many masked tiles, lengths",
     "three warpgroups, keys in whole tiles, float16",
     "causal, aligned, wide tiles that divide the keys",
     "window, causal, of less than a tile",
@@ -246,6 +255,17 @@ def test_nan_stays_in_its_batch_entry():
 def test_large_scores(assert_near):
     q, *others = cases.arguments(MANY_TILES[0])
     assert_forward(*MANY_TILES, assert_near, (q * 1000, *others))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_output_is_rescaled_by_condition_where_scores_grow(dtype, assert_near):
+    """Blocks come from the last one on: by less than the threshold in some rows, by far more in others, or not at all."""
+    problem = P(1, 70, 330, 2, 1, 64, dtype)
+    config = replace(TWO, pv_wait="half", turns="products", rescale="conditional")
+    q, k, v, options = cases.arguments(problem)
+    growth = jnp.linspace(12, 0.5, 330)[None, :, None, None]  # of keys, to the first one
+    rows = jnp.where(jnp.arange(70) % 3 == 0, 0.1, 1.0)[None, :, None, None]
+    assert_forward(problem, config, assert_near, ((q * rows).astype(q.dtype), (k * growth).astype(k.dtype), v, options))
 
 
 @pytest.mark.parametrize("name", thorough.cases(FORWARD_CASES, FORWARD_IN_ALL))

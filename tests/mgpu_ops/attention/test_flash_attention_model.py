@@ -160,10 +160,11 @@ def test_a_deterministic_gradient_is_never_a_sum_in_any_order(problem: Problem) 
     [
         ({"compute_warpgroups": 1}, "turns='products' is for 2 or 3 compute_warpgroups, not 1: use 'none'"),
         ({"turns": "always"}, "turns='always' is neither 'none' nor 'products'"),
+        ({"rescale": "never"}, "rescale='never' is neither 'always' nor 'conditional'"),
         ({"pv_wait": "never"}, "pv_wait='never' is not 'early', 'half' or 'late'"),
     ],
 )
-def test_turns_and_waits_that_cannot_be(changes: dict[str, Any], reason: str) -> None:
+def test_turns_waits_and_rescales_that_cannot_be(changes: dict[str, Any], reason: str) -> None:
     problem = FORWARD.shapes["mha128-4096"]
     config = FORWARD.default(problem, H200)
     assert config.turns == "products"

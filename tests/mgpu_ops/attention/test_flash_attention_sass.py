@@ -60,6 +60,17 @@ def test_a_causal_mask_takes_one_comparison_and_one_choice_for_each_score():
     assert len(re.findall(r"\bFSEL", sass)) < 64 + 20
 
 
+@pytest.mark.parametrize("rescale", ["always", "conditional"])
+def test_a_conditional_rescale_branches_over_the_multiplications_of_the_output(rescale):
+    problem, gpu = FORWARD.Problem(1, 4096, 4096, 1, 1, 256), aot.find("h200")
+    config = dataclasses.replace(FORWARD.default(problem, gpu), rescale=rescale)
+    names = {"HGMMA": "H", "VOTE.ANY": "V", "FMUL": "m", "BRA": "b"}
+    found = re.findall(r"\bHGMMA|\bVOTE\.ANY|\bFMUL\b|\bBRA\b", compiled(problem, config))
+    passes = "".join(names[op] for op in found)
+    assert bool(re.search(r"Vm{0,4}bm{128}", passes)) == (rescale == "conditional"), passes  # a thread has 128 of the output
+    assert ("V" in passes) == (rescale == "conditional")
+
+
 def test_turns_surround_the_start_of_the_two_products_alone():
     problem, gpu = FORWARD.Problem(1, 4096, 4096, 1, 1, 128), aot.find("h200")
     config = dataclasses.replace(FORWARD.default(problem, gpu), turns="products")
