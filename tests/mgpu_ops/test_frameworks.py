@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType
 
 import mgpu_ops
+from mgpu_ops.core import aot
 from tests.arrays import normal
 from tests.mgpu_ops.grouped import ragged
 
@@ -30,7 +32,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {  # pa
     "flax-nnx": (("flax", "optax"), ("state", "tokens"), {"matmul", "flash_attention", "flash_attention_backward"}),
     "flax-linen": (("flax", "optax"), ("state", "tokens"), {"matmul", "flash_attention", "flash_attention_backward"}),
     "optax": (("optax",), ("carry", "batch"), {"matmul", "grouped_matmul", "ragged_contraction"}),
-    "qwix": (("qwix",), ("state", "x"), {"matmul", "flash_attention"}),
+    "qwix": (("qwix",), ("state", "x"), {"quantized_matmul", "flash_attention"}),
 }
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -89,6 +91,78 @@ def test_a_pages_program_does_on_the_gpu_what_it_does_through_xla(
         np.testing.assert_allclose(out, wanted, atol=0.03 * np.abs(wanted).max())
     else:
         np.testing.assert_allclose(kernels["losses"], xla["losses"], rtol=0.05, atol=0.02)
+
+
+# --- Qwix: other rules than the page's, and other products
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("rule", [{"weight_qtype": jnp.int4}, {"weight_qtype": jnp.int4, "tile_size": 64}], ids=["", "tiles"])
+def test_qwixs_weights_of_4_bits_multiply_as_quantized_matmul(rule: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    names, _ = run("qwix", capsys)
+    qwix, nnx = names["qwix"], names["nnx"]
+    layer = nnx.Linear(256, 128, use_bias=False, dtype=BF16, param_dtype=BF16, rngs=nnx.Rngs(0))
+    x = normal(0, 4, 256).astype(BF16)
+    quantized = qwix.quantize_model(layer, names["NarrowWeights"]([qwix.QuantizationRule(module_path=".*", **rule)]), x)
+    graph, state = nnx.split(quantized)
+    weight = quantized.kernel.array
+    assert (weight.qvalue.dtype, weight.scale.shape[0]) == (jnp.int4, 4 if "tile_size" in rule else 1)
+    wide = weight.qvalue.astype(F32) * jnp.repeat(weight.scale.astype(F32), 256 // len(weight.scale), 0)
+
+    def step(state: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, state)(x)
+
+    (use,) = mgpu_ops.capture(step, "h200")(names["along_sums"](state), x).problems
+    assert (use.op, use.problem.w_dtype, use.problem.layout) == ("quantized_matmul", "int4", "nt")
+    for stored in (state, names["along_sums"](state)):
+        out, wanted = np.asarray(step(stored, x), np.float32), x.astype(F32) @ wide
+        np.testing.assert_allclose(out, wanted, atol=1e-2 * float(jnp.abs(wanted).max()))
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_is_no_dense_layer_in_qwix_multiplies_a_widened_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    names, _ = run("qwix", capsys)
+    qwix, nnx = names["qwix"], names["nnx"]
+
+    class Scores(nnx.Module):
+        """Logits by an embedding, whose last dimension is summed over."""
+
+        def __init__(self) -> None:
+            self.kernel = nnx.Param(normal(0, 96, 64).astype(BF16))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jax.lax.dot_general(x, self.kernel[...], (((1,), (1,)), ((), ())))
+
+    model, x = Scores(), normal(1, 8, 64).astype(BF16)
+    provider = names["NarrowWeights"]([qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8)])
+    quantized = qwix.quantize_model(model, provider, x)
+    assert quantized.kernel.array.qvalue.dtype == jnp.int8
+    graph, state = nnx.split(quantized)
+    (use,) = mgpu_ops.capture(lambda state, x: nnx.merge(graph, state)(x), "h200")(state, x).problems
+    assert (use.op, use.problem.layout) == ("matmul", "nt")
+    wanted = np.asarray(model(x), np.float32)
+    np.testing.assert_allclose(np.asarray(quantized(x), np.float32), wanted, atol=0.03 * np.abs(wanted).max())
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_on_a_gpu_no_weight_of_qwix_is_copied_before_its_product(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, _ = run("qwix", capsys)
+    monkeypatch.setenv("MGPU_OPS_BACKEND", "mosaic")
+    on_the_gpu, place = aot.elsewhere("h200")
+
+    def placed(leaf: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        order = Layout(leaf.format.layout.major_to_minor)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=Format(order, shape.sharding))
+
+    arrays = (names["state"], names["x"])
+    shapes = jax.tree.map(placed, arrays, place(arrays))
+    with on_the_gpu:
+        program = jax.jit(names["step"]).lower(*shapes).compile().as_text()
+    assert program.count('custom_call_target="mosaic_gpu') == 7, "six products and the attention"
+    assert {*re.findall(r"= s8\[\S* ([\w-]+)\(", program)} == {"parameter", "bitcast"}
 
 
 # --- tokamax: itself where it is installed, else a stand-in with its signature
