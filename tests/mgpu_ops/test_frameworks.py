@@ -32,6 +32,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], tuple[str, ...], set[str]]] = {  # pa
     "flax-nnx": (("flax", "optax"), ("state", "tokens"), {"matmul", "flash_attention", "flash_attention_backward"}),
     "flax-linen": (("flax", "optax"), ("state", "tokens"), {"matmul", "flash_attention", "flash_attention_backward"}),
     "optax": (("optax",), ("carry", "batch"), {"matmul", "grouped_matmul", "ragged_contraction"}),
+    "aqt": (("aqt", "flax", "optax"), ("carry", "x"), {"matmul"}),
     "qwix": (("qwix",), ("state", "x"), {"quantized_matmul", "flash_attention"}),
 }
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -91,6 +92,31 @@ def test_a_pages_program_does_on_the_gpu_what_it_does_through_xla(
         np.testing.assert_allclose(out, wanted, atol=0.03 * np.abs(wanted).max())
     else:
         np.testing.assert_allclose(kernels["losses"], xla["losses"], rtol=0.05, atol=0.02)
+
+
+# --- AQT: what it multiplies through ours is what it multiplies through JAX
+
+
+@pytest.mark.filterwarnings("default")
+def test_aqts_results_and_gradients_through_ours_are_its_own_to_the_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    names, _ = run("aqt", capsys)
+    parameters, x = names["parameters"], names["x"]
+
+    def of(product: Any) -> Any:
+        model = names["Model"](names["config_of"](product))
+
+        def loss(parameters: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = model.apply(parameters, x)
+            return jnp.mean((out - x) ** 2), out
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+
+    for ours, own in zip(*(jax.tree.leaves(of(one)(parameters, x)) for one in (names["dot_general"], jax.lax.dot_general))):
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(own))
+    captured = mgpu_ops.capture(of(names["dot_general"]), "h200")(parameters, x)
+    assert [use.problem.dtype for use in captured.problems for _ in range(use.count)].count("int8") == 2
+    gradients = [use for use in captured.problems if use.problem.dtype == "bfloat16"]
+    assert sum(use.count for use in gradients) == 4, "of both weights and both inputs"
 
 
 # --- Qwix: other rules than the page's, and other products
