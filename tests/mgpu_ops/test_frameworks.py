@@ -94,6 +94,47 @@ def test_a_pages_program_does_on_the_gpu_what_it_does_through_xla(
         np.testing.assert_allclose(kernels["losses"], xla["losses"], rtol=0.05, atol=0.02)
 
 
+# --- Flax: its other layers with a product
+
+
+def flax_layers() -> dict[str, tuple[Any, Any]]:
+    """Layers of x [batch, tokens, 32] to [batch, tokens, 4, 16]: each through ours as a function of arrays, and its arrays."""
+    nnx, nn = (pytest.importorskip(f"flax.{name}") for name in ("nnx", "linen"))
+    x = normal(0, 2, 8, 32).astype(BF16)
+
+    def of_nnx(layer: Any, **options: Any) -> tuple[Any, Any]:
+        graph, state = nnx.split(layer(dtype=BF16, rngs=nnx.Rngs(0), **options))
+        return lambda state, x: nnx.merge(graph, state)(x), (state, x)
+
+    def of_linen(layer: Any) -> tuple[Any, Any]:
+        return layer.apply, (layer.init(jax.random.key(0), x), x)
+
+    return {
+        "nnx.Einsum": of_nnx(nnx.Einsum, einsum_str="btd,dhk->bthk", kernel_shape=(32, 4, 16), einsum_op=mgpu_ops.einsum),
+        "nnx.LinearGeneral": of_nnx(nnx.LinearGeneral, in_features=32, out_features=(4, 16), dot_general=mgpu_ops.dot_general),
+        "linen.DenseGeneral": of_linen(nn.DenseGeneral((4, 16), dtype=BF16, dot_general=mgpu_ops.dot_general)),
+        "linen.Einsum": of_linen(nn.Einsum((32, 4, 16), "btd,dhk->bthk", dtype=BF16)),
+    }
+
+
+@pytest.mark.parametrize("name", ["nnx.Einsum", "nnx.LinearGeneral", "linen.DenseGeneral"])
+def test_flaxs_layers_of_several_output_dimensions_are_one_matmul(name: str, assert_near: Any) -> None:
+    layer, (parameters, x) = flax_layers()[name]
+    (use,) = mgpu_ops.capture(layer, "h200")(parameters, x).problems
+    assert use.op == "matmul"
+    assert (use.problem.m, use.problem.n, use.problem.k) == (16, 64, 32)
+    (kernel,) = (leaf for leaf in jax.tree.leaves(parameters) if leaf.shape == (32, 4, 16))
+    assert_near(layer(parameters, x), jnp.einsum("btd,dhk->bthk", x.astype(F32), kernel.astype(BF16).astype(F32)), 8e-3)
+
+
+def test_linens_einsum_has_no_place_for_a_product_and_dense_general_has_its_parameters() -> None:
+    """The page says so: where Flax gives it one, the page can name it."""
+    nn = pytest.importorskip("flax.linen")
+    assert not {"dot_general", "dot_general_cls", "einsum_op"} & {field.name for field in dataclasses.fields(nn.Einsum)}
+    shapes = [jax.tree.map(jnp.shape, flax_layers()[name][1][0]) for name in ("linen.Einsum", "linen.DenseGeneral")]
+    assert shapes[0] == shapes[1] == {"params": {"kernel": (32, 4, 16), "bias": (4, 16)}}
+
+
 # --- AQT: what it multiplies through ours is what it multiplies through JAX
 
 
