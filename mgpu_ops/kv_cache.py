@@ -25,13 +25,14 @@ def checked_scales(
 ) -> tuple[jax.Array, jax.Array]:
     """The scales of keys and of values, float32 [batch or 1, heads] each; 1 where there is none.
 
-    Raises for shapes and dtypes that do not fit, and for numbers of Python or NumPy that are not above 0.
+    Raises for shapes and dtypes that do not fit, for known ones that are not finite, and for numbers of Python or NumPy
+    that are not above 0.
     """
 
     def one(name: str, scale: ArrayLike | None) -> jax.Array:
         if scale is None:
             return jnp.ones((1, heads), jnp.float32)
-        found = floats.array(function, name, scale)
+        found = floats.scale(function, name, scale, jnp.float32)
         if found.shape not in ((), (heads,), (batch, heads)):
             raise ValueError(
                 f"{name} has shape {found.shape}: it must be a scalar, [kv_heads] = {(heads,)} or [batch, kv_heads] = "
@@ -39,7 +40,7 @@ def checked_scales(
             )
         if not isinstance(scale, jax.Array) and not (np.asarray(scale, np.float64) > 0).all():  # without asking a device
             raise ValueError(f"{name}={scale!r:.80} must be above 0: the sign belongs to the keys or values")
-        return jnp.broadcast_to(found.astype(jnp.float32), found.shape if found.ndim == 2 else (1, heads))
+        return jnp.broadcast_to(found, found.shape if found.ndim == 2 else (1, heads))
 
     return one("k_scale", k_scale), one("v_scale", v_scale)
 

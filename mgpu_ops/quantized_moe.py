@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from mgpu_ops import floats
+from mgpu_ops import floats, quantized_grouped
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, checked_activation
 from mgpu_ops.grouped.calls import checked_operands, checked_spread
@@ -30,7 +30,7 @@ from mgpu_ops.moe import (
     tokens_of,
     weighted_sums,
 )
-from mgpu_ops.quantized_grouped import checked_scales, quantized_grouped_matmul
+from mgpu_ops.quantized_grouped import checked_scales
 from mgpu_ops.registry import dispatch, partition
 
 
@@ -83,8 +83,8 @@ def quantized_moe(
     given = {
         "w_gate_up": checked_weights(op, "w_gate_up", w_gate_up),
         "w_down": checked_weights(op, "w_down", w_down),
-        "gate_up_scales": floats.array(op, "gate_up_scales", gate_up_scales),
-        "down_scales": floats.array(op, "down_scales", down_scales),
+        "gate_up_scales": floats.scale(op, "gate_up_scales", gate_up_scales),
+        "down_scales": floats.scale(op, "down_scales", down_scales),
     }
     for name, zero_points in (("gate_up_zero_points", gate_up_zero_points), ("down_zero_points", down_zero_points)):
         if zero_points is not None:
@@ -142,7 +142,7 @@ def quantized_moe_experts(
         names = (f"{product}_scales", f"{product}_zero_points")
         given |= dict(zip(names, checked_scales(op, scales, zero_points, sides, f"{product}_"), strict=False))
     activation, backend = checked_activation(activation), dispatch.requested_backend(backend)
-    matmul = functools.partial(quantized_grouped_matmul, transpose_rhs=True, spread=checked_spread(spread), backend=backend)
+    call = quantized_grouped.Call(True, x.dtype.name, checked_spread(spread), None, backend, group_offset=False)
     # The activation's kernel runs where it can and rows are few, as without a named backend: that is the products'.
     of_activation: dispatch.Backend | None = None if backend in (None, "mosaic") else "xla"
 
@@ -153,9 +153,16 @@ def quantized_moe_experts(
         sizes, order, positions = arrays[:3]
         of = dict(zip(given, arrays[3:], strict=True))
         rows = rows_of_tokens(x, tokens_of(order, positions), positions)
-        gate_up = matmul(rows, of["w_gate_up"], of["gate_up_scales"], sizes, of.get("gate_up_zero_points"))
+
+        def matmul(rows: jax.Array, name: str) -> jax.Array:
+            zero_points = [of[f"{name}_zero_points"]] if f"{name}_zero_points" in of else []
+            arrays = mesh.same_mesh_axes(rows, of[f"w_{name}"], of[f"{name}_scales"], sizes, *zero_points)
+            found: jax.Array = quantized_grouped.product(call, *arrays)
+            return found
+
+        gate_up = matmul(rows, "gate_up")
         hidden = gated(activation, of_activation, gate_up) if both else gate_up
-        out = matmul(hidden, of["w_down"], of["down_scales"], sizes, of.get("down_zero_points"))
+        out = matmul(hidden, "down")
         known = jnp.where(experts >= 0, weights, 0)
         return weighted_sums(out, known, order, positions).astype(x.dtype)
 

@@ -173,7 +173,7 @@ def flash_attention(
 
     Raises:
       ValueError: ranks, shapes, dtypes, windows or lengths that do not fit each other, empty dimensions, an unknown backend, a
-        config that cannot run.
+        config that cannot run, a known k_scale or v_scale that is not finite (traced ones: see `matmul`).
       TypeError: floats, integers or booleans expected and not found; k_scale or v_scale without keys of 8 bits; a gradient with
         a page_table or with keys of 8 bits.
 

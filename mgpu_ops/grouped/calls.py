@@ -151,4 +151,20 @@ def checked_scales(
     )
 
 
+def check_finite_scales(sizes: jax.Array, group_offset: bool, **scales: Any) -> None:
+    """Raises ValueError for known scales, of shapes that fit, of which one is not finite.
+
+    Those of rows count where a group has the row, and so where the sizes are known too: as `checked_sizes` gives them.
+    """
+    for name, scale in scales.items():
+        rows = None
+        if name == "scale_lhs" and not isinstance(scale, jax.core.Tracer) and np.size(scale) > 1:
+            if isinstance(sizes, jax.core.Tracer):
+                continue
+            known = np.asarray(sizes).tolist()
+            first = known.pop(0) if group_offset else 0
+            rows = slice(first, first + sum(known))
+        floats.check_finite(name, scale, np.float32, rows)
+
+
 type Shapes = tuple[tuple[int, ...], ...]

@@ -48,7 +48,7 @@ from mgpu_ops.rms_rows import normalised
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """The arguments of a call other than its arrays, `epilogue.names`."""
 
     transpose_a: bool
@@ -63,7 +63,7 @@ class _Call:
     algorithm: str = "none"
     normalised: bool = False
 
-    def plain(self, **changes: Any) -> _Call:
+    def plain(self, **changes: Any) -> Call:
         """A product without an epilogue, with the database's config."""
         return dataclasses.replace(
             self, config=None, activation="none", bias=False, residual=False, normalised=False, **changes
@@ -151,7 +151,8 @@ def matmul(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, an unknown activation or backend, a config that cannot run, a
-        gradient that there is not. Scales that are not finite are no error: the result has what arithmetic makes of them.
+        gradient that there is not, known scales that are not finite. Traced scales, as under jit, are not known: the result has
+        what arithmetic makes of them, and `jax.config.update("jax_debug_nans", True)` tells where the first NaN comes from.
       TypeError: not arrays of floats, nor a and b of int8.
 
     Source: the kernel's own, in mgpu_ops/matmul/kernel.py; measurements in docs/kernels/matmul.md.
@@ -160,7 +161,7 @@ def matmul(
     out = checked_out_dtype(out_dtype, preferred_element_type, arrays)
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.MatmulConfig")
-    call = _Call(
+    call = Call(
         flags.checked("transpose_a", transpose_a),
         flags.checked("transpose_b", transpose_b),
         out.name,
@@ -180,7 +181,7 @@ def matmul(
 
 
 def products(
-    call: _Call,
+    call: Call,
     a: jax.Array,
     b: jax.Array,
     scale_a: jax.Array | None = None,
@@ -247,12 +248,12 @@ def like_the_result(residual: jax.Array, shape: tuple[int, ...], dtype: str) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(call: _Call, *arrays: jax.Array) -> jax.Array:
+def _matmul(call: Call, *arrays: jax.Array) -> jax.Array:
     """The product of A and B of rank 2, with what the call has beside them."""
     return _batchable(call)(*arrays)
 
 
-def _forward(call: _Call, *arrays: jax.Array) -> Any:
+def _forward(call: Call, *arrays: jax.Array) -> Any:
     """The result, and what the backward pass needs: A, B, and with an activation its argument."""
     if call.normalised:
         return _matmul(call, *arrays), arrays
@@ -271,7 +272,7 @@ def _forward(call: _Call, *arrays: jax.Array) -> Any:
     return (out + extra[-1] if call.residual else out), (*saved[:3], linear)
 
 
-def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     """dA = g B^T and dB = A^T g, written so that each stored operand is read in place; dbias is the sum of g's rows.
 
     dB is taken to be that of a weight, and computed first.
@@ -295,7 +296,7 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     return da, db, *dbias, *dresidual
 
 
-def _normalised_backward(call: _Call, arrays: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, ...]:
+def _normalised_backward(call: Call, arrays: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, ...]:
     """Through A's rows as XLA normalises them, which nothing was kept of."""
     a, b, epsilon, *extra = arrays
     rows, back = jax.vjp(normalised, a, epsilon)
@@ -308,7 +309,7 @@ _matmul.defvjp(_forward, _backward)
 
 
 @functools.cache
-def _one_device(call: _Call) -> Callable[..., jax.Array]:
+def _one_device(call: Call) -> Callable[..., jax.Array]:
     """The call as one device runs it."""
 
     def product(*arrays: jax.Array) -> jax.Array:
@@ -317,7 +318,7 @@ def _one_device(call: _Call) -> Callable[..., jax.Array]:
     return product
 
 
-def _rule(call: _Call, *arrays: jax.Array) -> partition.Rule:
+def _rule(call: Call, *arrays: jax.Array) -> partition.Rule:
     """Over devices, batches, rows and columns are split; k too, with the epilogue behind the sum of the parts' products."""
     block = call.scales == "block"
     k, n = "K" if block or call.normalised else "k", "N" if block else "n"
@@ -339,7 +340,7 @@ def _rule(call: _Call, *arrays: jax.Array) -> partition.Rule:
 
 
 @functools.cache
-def _in_parts(call: _Call) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+def _in_parts(call: Call) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
     """Of the same arrays a part's product without an epilogue, and the epilogue of the sum of the parts' products."""
     linear = dataclasses.replace(call, config=None, activation="none", bias=False, residual=False)
     own, count = names(_shapeless(call)), len(names(_shapeless(linear)))
@@ -356,7 +357,7 @@ def _in_parts(call: _Call) -> tuple[Callable[..., jax.Array], Callable[..., jax.
 
 
 @functools.cache
-def _batchable(call: _Call) -> Any:
+def _batchable(call: Call) -> Any:
     """The call as a function of arrays. vmap makes one launch of it. It is jitted, so that eager calls trace once."""
 
     product = jax.custom_batching.custom_vmap(
@@ -389,12 +390,12 @@ def _batchable(call: _Call) -> Any:
     return run
 
 
-def _of_rows(call: _Call) -> set[str]:
+def _of_rows(call: Call) -> set[str]:
     """The arrays of which a product with more rows has more."""
     return {"a", "residual"} if call.scales == "tensor" else {"a", "scale_a", "residual"}
 
 
-def _is_more_rows(call: _Call, batched: Sequence[bool], arrays: Sequence[jax.Array]) -> bool:
+def _is_more_rows(call: Call, batched: Sequence[bool], arrays: Sequence[jax.Array]) -> bool:
     """Whether a batch of products is one with more rows: all that has rows is batched alike, and all else is shared."""
     if call.transpose_a:
         return False
@@ -403,12 +404,12 @@ def _is_more_rows(call: _Call, batched: Sequence[bool], arrays: Sequence[jax.Arr
     return all(b == (name in of_rows) and x.ndim - rank == lead * b for name, rank, b, x in each)
 
 
-def _shapeless(call: _Call) -> Problem:
+def _shapeless(call: Call) -> Problem:
     """A problem with the names and ranks of the call's arrays."""
     return Problem(1, 1, 1, bias=call.bias, residual=call.residual, scales=call.scales, normalised=call.normalised)
 
 
-def _problem(call: _Call, arrays: Sequence[jax.Array]) -> Problem:
+def _problem(call: Call, arrays: Sequence[jax.Array]) -> Problem:
     a, b = arrays[:2]
     m, k = a.shape[-2:][::-1] if call.transpose_a else a.shape[-2:]
     n = b.shape[-2] if call.transpose_b else b.shape[-1]

@@ -15,9 +15,9 @@ from mgpu_ops.rms_rows import checked_epsilon
 
 
 def checked_arrays(**given: ArrayLike | None) -> dict[str, jax.Array]:
-    """The arrays there are, by name. Raises for one that is no array of floats, and for two dtypes of a and b."""
+    """The arrays there are, by name. Raises for no array of floats, a scale that is not finite, two dtypes of a and b."""
     there = {name: x for name, x in given.items() if x is not None or name in ("a", "b")}
-    arrays = {name: jnp.asarray(x) if _is_int8(name, x) else floats.array("matmul", name, x) for name, x in there.items()}
+    arrays = {name: _checked_array(name, x) for name, x in there.items()}
     for name in ("a", "b"):
         if arrays[name].ndim == 0:
             raise ValueError(f"{name} is a scalar: matmul takes arrays of rank 1 or more; multiply by it")
@@ -25,6 +25,12 @@ def checked_arrays(**given: ArrayLike | None) -> dict[str, jax.Array]:
     if len(dtypes) == 2 and not dtypes <= {*FLOAT8}:
         raise ValueError(f"a is {arrays['a'].dtype} and b is {arrays['b'].dtype}: cast one with .astype")
     return arrays
+
+
+def _checked_array(name: str, x: Any) -> jax.Array:
+    if name in ("a", "b") and isinstance(x, jax.Array | np.ndarray) and x.dtype == np.int8:
+        return jnp.asarray(x)
+    return floats.scale("matmul", name, x, np.float32) if name.startswith("scale") else floats.array("matmul", name, x)
 
 
 def checked_bias(bias: jax.Array, n: int) -> jax.Array:
@@ -40,10 +46,6 @@ def epsilon_of(rms_epsilon: Any, a: jax.Array) -> jax.Array:
     if a.dtype.name in FLOAT8 or not jnp.issubdtype(a.dtype, jnp.floating):
         raise ValueError(f"rms_epsilon divides rows of floats of 16 bits and more, not of {a.dtype}")
     return jnp.full((1,), epsilon, jnp.float32)
-
-
-def _is_int8(name: str, x: Any) -> bool:
-    return name in ("a", "b") and isinstance(x, jax.Array | np.ndarray) and x.dtype == np.int8
 
 
 def checked_out_dtype(out_dtype: DTypeLike | None, preferred: DTypeLike | None, arrays: dict[str, jax.Array]) -> Any:

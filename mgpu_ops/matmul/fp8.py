@@ -13,12 +13,13 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh, order
-from mgpu_ops.matmul import like_the_result, matmul, quantizing
+from mgpu_ops.matmul import Call, like_the_result, matmul, products, quantizing
 from mgpu_ops.matmul.arguments import checked_bias, float_dtype
 from mgpu_ops.matmul.rounding import scale_of, scale_or_one
 from mgpu_ops.registry import dispatch
@@ -120,7 +121,8 @@ def fp8_matmul(
     and the number of rows are multiples of 16; else XLA runs, and a log line says why.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, an unknown scheme or backend, a state with a scheme other than "tensor".
+      ValueError: shapes or dtypes that do not fit, an unknown scheme or backend, a state with a scheme other than "tensor",
+        known scales of a state that are not finite (traced ones: see `matmul`).
       TypeError: not arrays of floats, or a state that is none.
     """
     arrays = {"x": x, "w": w} | {name: y for name, y in (("bias", bias), ("residual", residual)) if y is not None}
@@ -170,7 +172,7 @@ def _check(x: jax.Array, w: jax.Array, scheme: str, transpose_b: bool) -> None:
 
 
 def checked_state(op: str, name: str, state: Any) -> Fp8State:
-    """A state of float32 arrays of the right ranks. Raises, with the op and the argument, for what is none."""
+    """A state of float32 arrays of the right ranks, its scales finite. Raises, with op and argument, for what is none."""
     if not isinstance(state, Fp8State):
         raise TypeError(f"{name} is {state!r:.80}: pass a mgpu_ops.Fp8State, as Fp8State.init() makes it")
     arrays = Fp8State(*(floats.array(op, f"{name}.{field}", x) for field, x in zip(state._fields, state, strict=True)))
@@ -181,6 +183,8 @@ def checked_state(op: str, name: str, state: Any) -> Fp8State:
             raise ValueError(
                 f"{name}.{field} is {x.dtype}{list(x.shape)}: it must be float32{shape}, as Fp8State.init() makes it"
             )
+        if rank == 0:
+            floats.check_finite(f"{name}.{field}", x, np.float32)
     return arrays
 
 
@@ -236,8 +240,8 @@ def of_gates(
 def of_quantized(call: Products, a: Quantized, b: Quantized, out_dtype: str, **epilogue: Any) -> jax.Array:
     """a[m, k] b[n, k]^T, with a bias and a residual if they are given."""
     (a8, scale_a), (b8, scale_b) = a, b
-    product = functools.partial(matmul, scale_a=scale_a, scale_b=scale_b, transpose_b=True, out_dtype=out_dtype)
-    return product(a8, b8, backend=call.backend, **epilogue)
+    of = Call(False, True, out_dtype, None, call.backend, bias="bias" in epilogue, residual="residual" in epilogue)
+    return products(of, a8, b8, scale_a, scale_b, **epilogue)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -94,7 +94,7 @@ def fp8_gated_mlp(
     width are multiples of 16; else XLA runs.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, an unknown backend.
+      ValueError: shapes or dtypes that do not fit, an unknown backend, a state that `fp8_matmul` refuses.
       TypeError: not arrays of floats, or a state that is none.
     """
     arrays = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}

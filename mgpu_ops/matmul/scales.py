@@ -14,7 +14,7 @@ type Pair = tuple[jax.Array | None, jax.Array | None]
 
 
 def checked_scales(scales: Pair, sides: tuple[int, int, int], leads: tuple[Shape, Shape]) -> tuple[str, Pair]:
-    """The kind of two scales, of `problem.SCALES`, and the scales as float32 arrays of its shapes behind leading dimensions.
+    """The kind of two float32 scales, of `problem.SCALES`, and the scales in its shapes behind leading dimensions.
 
     sides: m, n, k. leads: the leading dimensions of a and b. One number, as a missing scale is, takes the shape that goes with
     the other scale. Raises ValueError for shapes that no kind has.
@@ -22,7 +22,7 @@ def checked_scales(scales: Pair, sides: tuple[int, int, int], leads: tuple[Shape
     a, b = scales
     if a is None and b is None:
         return "none", (None, None)
-    a, b = (jnp.ones((), jnp.float32) if x is None else x.astype(jnp.float32) for x in (a, b))
+    a, b = (jnp.ones((), jnp.float32) if x is None else x for x in (a, b))
     m, n, k = sides
     parts = math.ceil(k / BLOCK)
     of_a, of_b = leads

@@ -43,7 +43,7 @@ from mgpu_ops.registry.spec import OpSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """The arguments of a call other than its arrays. group_offset: the sizes are those of a shard, of `sizes.of_shard`."""
 
     transpose_rhs: bool
@@ -101,7 +101,8 @@ def quantized_grouped_matmul(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown spread or
-        backend, a config that cannot run, a gradient that there is not.
+        backend, a config that cannot run, a gradient that there is not, known scales that are not finite (traced ones: see
+        `matmul`), those of groups without rows too.
       TypeError: lhs or scales that are no floats, rhs that is no int8 or int4.
 
     Source: the kernel's own, in mgpu_ops/matmul/quantized/kernel.py and mgpu_ops/quantized_grouped/kernel.py; see
@@ -122,7 +123,7 @@ def quantized_grouped_matmul(
     first, *others = checked_scales(op, scales, zero_points, (groups, k, n))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
-    call = _Call(
+    call = Call(
         transpose_rhs=transpose_rhs,
         out_dtype=float_dtype(out_dtype, None, rows.dtype).name,
         spread=checked_spread(spread),
@@ -130,7 +131,7 @@ def quantized_grouped_matmul(
         backend=dispatch.requested_backend(backend),
         group_offset=group_offset is not None,
     )
-    return _quantized(call, *mesh.same_mesh_axes(rows, weights, first, sizes, *others))
+    return product(call, *mesh.same_mesh_axes(rows, weights, first, sizes, *others))
 
 
 def checked_scales(op: str, scales: Any, zero_points: Any, sides: tuple[int, int, int], prefix: str = "") -> list[jax.Array]:
@@ -138,7 +139,7 @@ def checked_scales(op: str, scales: Any, zero_points: Any, sides: tuple[int, int
 
     sides: groups, k, n. prefix: of the arguments' names. Raises for what does not fit.
     """
-    found, (groups, k, n) = floats.array(op, f"{prefix}scales", scales), sides
+    found, (groups, k, n) = floats.scale(op, f"{prefix}scales", scales), sides
     shape = found.shape
     if shape in ((groups, n), (groups, 1, n)):
         own: tuple[int, ...] = (groups, n)
@@ -154,35 +155,36 @@ def checked_scales(op: str, scales: Any, zero_points: Any, sides: tuple[int, int
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _quantized(call: _Call, *arrays: jax.Array) -> jax.Array:
+def product(call: Call, *arrays: jax.Array) -> jax.Array:
+    """`quantized_grouped_matmul` of arguments that were checked: lhs, rhs, scales, sizes, and zero points if there are any."""
     out: jax.Array = _batchable(call, len(arrays) > 4)(*arrays)
     return out
 
 
-def _forward(call: _Call, *arrays: jax.Array) -> Any:
-    return _quantized(call, *arrays), arrays
+def _forward(call: Call, *arrays: jax.Array) -> Any:
+    return product(call, *arrays), arrays
 
 
-def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """That of lhs: g times the dequantised weights, group by group."""
     x, w, scales, sizes, *zero_points = saved
     weights = dequantised(_problem(call, *saved), w, scales, *zero_points).astype(x.dtype)
     # Stored as [groups, n, k], of which n is summed over, they are not transposed.
-    product = grouped_matmul.Call(
+    transposed = grouped_matmul.Call(
         not call.transpose_rhs, x.dtype.name, "none", call.spread, None, call.backend, group_offset=call.group_offset
     )
-    dx = grouped_matmul.product(product, g.astype(x.dtype), weights, sizes)
+    dx = grouped_matmul.product(transposed, g.astype(x.dtype), weights, sizes)
     return (dx, None, None, None, *(None for _ in zero_points))
 
 
-_quantized.defvjp(_forward, _backward)
+product.defvjp(_forward, _backward)
 
 
 @functools.cache
-def _batchable(call: _Call, zero_points: bool) -> Any:
+def _batchable(call: Call, zero_points: bool) -> Any:
     """The call as a function of arrays."""
 
-    def product(*arrays: jax.Array) -> jax.Array:
+    def one_device(*arrays: jax.Array) -> jax.Array:
         return dispatch.run(SPEC, _problem(call, *arrays), arrays, config=call.config, backend=call.backend)
 
     plain = functools.partial(_batchable, dataclasses.replace(call, group_offset=False), zero_points)
@@ -190,11 +192,11 @@ def _batchable(call: _Call, zero_points: bool) -> Any:
     if zero_points:
         kinds.append("matrices")
     rule = functools.partial(_rule, call)
-    return batchable(product, kinds, "rows", 1, call.group_offset, plain, rule=rule, backend=call.backend)
+    return batchable(one_device, kinds, "rows", 1, call.group_offset, plain, rule=rule, backend=call.backend)
 
 
 def _rule(
-    call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, sizes: jax.Array, *zero_points: jax.Array
+    call: Call, x: jax.Array, w: jax.Array, scales: jax.Array, sizes: jax.Array, *zero_points: jax.Array
 ) -> partition.Rule:
     """Columns are split, and k where parts of it have no scales of their own."""
     k, of_scales = ("K", "GROUPS PARTS n") if scales.ndim == 3 else ("k", "GROUPS n")
@@ -203,7 +205,7 @@ def _rule(
     return partition.Rule("quantized_grouped_matmul", f"ROWS {k}, {of_w}, {of_scales}, SIZES{more} -> ROWS n")
 
 
-def _problem(call: _Call, x: jax.Array, w: jax.Array, scales: jax.Array, sizes: jax.Array, *zero_points: jax.Array) -> Problem:
+def _problem(call: Call, x: jax.Array, w: jax.Array, scales: jax.Array, sizes: jax.Array, *zero_points: jax.Array) -> Problem:
     k = x.shape[1]
     return Problem(
         m=x.shape[0],

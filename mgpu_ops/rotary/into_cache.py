@@ -106,7 +106,8 @@ def rotary_into_cache(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, one of q_norm and k_norm alone, an epsilon below 0 or not
-        finite, an unknown backend, or one that cannot run the kernel.
+        finite, a known k_scale or v_scale that is not finite (traced ones: see `matmul`), an unknown backend, or one that
+        cannot run the kernel.
       TypeError: not arrays of floats, positions that are no integers; a scale without a cache of 8 bits; a gradient.
     """
     given = (floats.array("rotary_into_cache", name, x) for name, x in (("qkv", qkv), ("cos", cos), ("sin", sin)))

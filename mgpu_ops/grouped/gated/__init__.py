@@ -25,6 +25,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, result_dtype
 from mgpu_ops.grouped.batches import Kind, batchable
 from mgpu_ops.grouped.calls import (
+    check_finite_scales,
     checked_operands,
     checked_out_dtype,
     checked_row_indices,
@@ -124,7 +125,8 @@ def gated_grouped_matmul(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, known indices of no
-        row, an unknown activation, spread or backend, a config that cannot run.
+        row, an unknown activation, spread or backend, a config that cannot run, known scales that are not finite, as in
+        `grouped_matmul`.
       TypeError: floats or integers expected and not found.
 
     Source: the kernel's own, in mgpu_ops/grouped/gated/kernel.py; see docs/kernels/moe.md.
@@ -148,6 +150,8 @@ def gated_grouped_matmul(
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
     n = w_gate.shape[1 if transpose_w else 2]
     kind, scales = _checked_scales((scale_lhs, scale_gate, scale_up), (rows, n, k), w_gate.shape[0])
+    is_shard = group_offset is not None
+    check_finite_scales(sizes, is_shard, scale_lhs=scale_lhs, scale_gate=scale_gate, scale_up=scale_up)
     call = Call(
         activation=checked_activation(activation),
         transpose_w=transpose_w,
@@ -155,7 +159,7 @@ def gated_grouped_matmul(
         spread=checked_spread(spread),
         config=config,
         backend=dispatch.requested_backend(backend),
-        group_offset=group_offset is not None,
+        group_offset=is_shard,
         scales=kind,
         row_indices=row_indices is not None,
     )

@@ -28,6 +28,7 @@ from mgpu_ops.core.limits import FLOAT8, result_dtype
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.batches import Kind, batchable
 from mgpu_ops.grouped.calls import (
+    check_finite_scales,
     checked_offset,
     checked_operands,
     checked_out_dtype,
@@ -152,7 +153,9 @@ def grouped_matmul(
 
     Raises:
       ValueError: ranks, shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, known indices
-        of no row, an unknown activation, spread or backend, a config that cannot run, a gradient that there is not.
+        of no row, an unknown activation, spread or backend, a config that cannot run, a gradient that there is not, a known
+        scale_lhs or scale_rhs that is not finite (traced ones: see `matmul`). A row's counts where a group has the row, and so
+        where the sizes are known too.
       TypeError: floats or integers expected and not found.
 
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
@@ -175,6 +178,7 @@ def grouped_matmul(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
     scales, extra = checked_scales((scale_lhs, scale_rhs), (m, n, k), rhs.shape[0])
+    check_finite_scales(sizes, group_offset is not None, scale_lhs=scale_lhs, scale_rhs=scale_rhs)
     extra |= {} if bias is None else {"bias": bias}
     if row_scale is not None:
         extra["row_scale"] = checked_row_scale("grouped_matmul", row_scale, m)

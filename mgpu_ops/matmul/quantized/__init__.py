@@ -108,13 +108,13 @@ def quantized_matmul(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, an unknown backend, a config that cannot run, a gradient that
-        there is not. Scales that are not finite are no error: the result has what arithmetic makes of them.
+        there is not, known scales that are not finite (traced ones: see `matmul`).
       TypeError: x, scales, bias or residual that are no floats, weights that are no int8 or int4.
 
     Source: the kernel's own, in mgpu_ops/matmul/quantized/kernel.py; see docs/kernels/quantized_matmul.md.
     """
     rows, weights = floats.array("quantized_matmul", "x", x), checked_weights("quantized_matmul", "w", w)
-    of_groups = floats.array("quantized_matmul", "scales", scales)
+    of_groups = floats.scale("quantized_matmul", "scales", scales)
     if rows.ndim == 0 or weights.ndim != 2:
         raise ValueError(f"x has shape {rows.shape} and w {weights.shape}: they are [..., k] and of rank 2; use jax.vmap")
     transpose_w = flags.checked("transpose_w", transpose_w)
