@@ -328,7 +328,13 @@ DECODING: dict[str, tuple[Shape, dict[str, Any]]] = {
     "one token, 4 heads of queries a head of keys": (Shape(3, 1, 5000, 8, 2, 128), {}),
     "one token, lengths": (Shape(4, 1, 3000, 8, 1, 64), {"kv_lengths": [3000, 0, 1, 1733], "causal": True}),
     "one token, window, soft cap": (Shape(2, 1, 2100, 4, 2, 256), {"window": (700, None), "soft_cap": 20.0}),
-    "one token, one head each, head_dim padded": (Shape(2, 1, 777, 3, 3, 80), {}),
+    "one token, one head each, head_dim padded": (Shape(2, 1, 777, 3, 3, 72), {}),
+    "one token, head_dim of 80, lengths": (Shape(3, 1, 1777, 6, 3, 80), {"kv_lengths": [1777, 0, 900]}),
+    "one token, head_dim of 96": (Shape(2, 1, 2048, 8, 8, 96), {}),
+    "three tokens, head_dim of 112, causal": (Shape(2, 3, 1000, 8, 2, 112), {"causal": True}),
+    "one token, head_dim of 160, window": (Shape(2, 1, 1500, 8, 2, 160), {"window": (700, None)}),
+    "one token, head_dim of 192": (Shape(2, 1, 900, 4, 2, 192), {}),
+    "one token, head_dim of 224": (Shape(2, 1, 900, 4, 2, 224), {}),
     "eight tokens, causal, rows that fill two tiles": (Shape(2, 8, 2500, 12, 1, 128), {"causal": True}),
     "sixteen tokens, lengths, causal, window": (
         Shape(2, 16, 1500, 4, 2, 64),
@@ -365,7 +371,14 @@ def test_a_cluster_of_16_is_right(assert_close):
     assert_true(with_gradients(arrays, config=config), arrays, assert_close)
 
 
-@pytest.mark.parametrize("name", [*FORWARD.suites["decode"], *(n for n in FORWARD.suites["sinks"] if "-decode-" in n)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FORWARD.suites["decode"],
+        *(n for n in FORWARD.suites["decode-heads"] if "paged" not in n),
+        *(n for n in FORWARD.suites["sinks"] if "-decode-" in n),
+    ],
+)
 def test_default_of_a_decoding_problem_is_right(name):
     problem = FORWARD.shapes[name]
     arrays = jax.jit(functools.partial(FORWARD.inputs, problem))(jax.random.key(0))

@@ -47,6 +47,18 @@ CASES: dict[str, tuple[Any, Any]] = {
         replace(SPLIT[16], max_concurrent_steps=2),
     ),
     "a cluster, head_dim padded": (P(1, 1, 700, 3, 1, 72, causal=True), replace(SPLIT[2], max_concurrent_steps=2)),
+    "head_dim of 96 in panels of two widths, a cluster of eight of which six have columns": (
+        P(1, 1, 700, 6, 3, 96),
+        replace(SPLIT[8], max_concurrent_steps=2),
+    ),
+    "head_dim of 80, lengths, clusters that another kernel adds up": (
+        P(2, 2, 330, 6, 3, 80, causal=True, lengths=True, sinks=True),
+        replace(SPLIT[4], kv_cluster=2),
+    ),
+    "head_dim of 112, one block, tiles that divide the keys": (P(2, 1, 256, 3, 3, 112, "float16"), ONE),
+    "head_dim of 160, window, a cluster of two": (P(1, 3, 300, 4, 2, 160, causal=True, window_left=150), SPLIT[2]),
+    "values of 128 beside keys of 192": (P(1, 2, 300, 4, 1, 192, v_head_dim=128, lengths=True), SPLIT[4]),
+    "head_dim of 224, no cluster": (P(1, 1, 200, 2, 1, 224), replace(ONE, kv_splits=2, max_concurrent_steps=2)),
     "lengths, causal, tiles of 128 keys": (
         P(3, 2, 300, 2, 1, 64, causal=True, lengths=True),
         replace(SPLIT[4], tile_kv=128, max_concurrent_steps=2),
@@ -66,6 +78,9 @@ IN_ALL = [
     "no cluster, all added up by XLA",
     "a number of splits that is no power of two",
     "head_dim of 256",
+    "head_dim of 96 in panels of two widths, a cluster of eight of which six have columns",
+    "head_dim of 80, lengths, clusters that another kernel adds up",
+    "values of 128 beside keys of 192",
     "fewer keys than query tokens, so that the first see none",
 ]
 
@@ -133,6 +148,14 @@ COMPILED: dict[str, tuple[Any, Any]] = {
         SPLIT[16],
     ),
     "a cluster of 16": (P(1, 1, 65536, 32, 8, 128), replace(SPLIT[16], kv_cluster=16)),
+    "head_dim of 80, lengths, a cluster of eight of which five have columns": (
+        P(4, 1, 8192, 32, 32, 80, lengths=True),
+        SPLIT[8],
+    ),
+    "head_dim of 96, query tokens": (P(4, 3, 8192, 32, 8, 96, causal=True), SPLIT[4]),
+    "head_dim of 112, soft cap, a last tile of keys that is not whole": (P(4, 1, 8191, 16, 8, 112, soft_cap=True), SPLIT[2]),
+    "head_dim of 160, lengths": (P(4, 1, 8192, 32, 8, 160, lengths=True), SPLIT[4]),
+    "values of 128 beside keys of 192": (P(4, 1, 8192, 16, 16, 192, v_head_dim=128, lengths=True), SPLIT[8]),
     "head_dim of 256, soft cap, query tokens": (P(4, 4, 8192, 16, 8, 256, soft_cap=True, lengths=True), SPLIT[2]),
 }
 
@@ -140,7 +163,17 @@ COMPILED: dict[str, tuple[Any, Any]] = {
 @needs_compiler
 @pytest.mark.parametrize(
     "name",
-    thorough.cases(COMPILED, ["head_dim of 64", "a cluster of 16", "head_dim of 256, soft cap, query tokens"]),
+    thorough.cases(
+        COMPILED,
+        [
+            "head_dim of 64",
+            "a cluster of 16",
+            "head_dim of 80, lengths, a cluster of eight of which five have columns",
+            "head_dim of 112, soft cap, a last tile of keys that is not whole",
+            "values of 128 beside keys of 192",
+            "head_dim of 256, soft cap, query tokens",
+        ],
+    ),
 )
 def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
     report = compiled.without_spills(*COMPILED[name])
@@ -149,6 +182,21 @@ def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
     assert "STAS" in report.sass
     assert len(re.findall("UCGABAR_WAIT", report.sass)) == 2
     assert "MEMBAR" not in report.sass
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [80, 96, 112, 160, 192])
+def test_keys_and_values_are_read_where_they_lie(head_dim):
+    """Not from padded copies, which would take more bytes than the kernel reads."""
+    problem = P(4, 1, 8192, 8, 8, head_dim, lengths=True)
+    program = aot.program(H200, functools.partial(FORWARD.run, problem, FORWARD.default(problem, H200), H200), *shapes(problem))
+    cache = 2 * 4 * 8192 * 8 * head_dim * 2
+    assert program.argument_bytes >= cache
+    assert program.temporary_bytes < cache / 100
+
+
+def shapes(problem: Any) -> Any:
+    return jax.eval_shape(functools.partial(FORWARD.inputs, problem), jax.random.key(0))
 
 
 @needs_compiler
