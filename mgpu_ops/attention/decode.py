@@ -37,7 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.heads import PANEL, Part, panels, parts, rounded, rounded_values, whole
 from mgpu_ops.attention.inputs import LOG2E, Inputs
-from mgpu_ops.attention.launch import as_blocks, as_rows, in_panels, in_rows, optional_refs, pad_head
+from mgpu_ops.attention.launch import as_blocks, as_rows, in_panels, in_rows, pad_head
 from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, opaque
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
@@ -46,7 +46,7 @@ from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.rows import Pages, load_pages, load_rows, load_scattered, rows_view, store_scattered
+from mgpu_ops.core.rows import Pages, load_columns, load_pages, load_rows, load_scattered, rows_view, store_scattered
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.core.upcast import widen
 
@@ -320,14 +320,21 @@ class _ThreadBlock:
         plgpu.barrier_wait(self.full["q"])
         if _rounds_queries(self.p):
             self._round_queries()
-        unmasked = self.share.unmasked
+        masks = self._masks
+        unmasked = self.share.unmasked if masks else self.steps
         softmax = lax.fori_loop(0, unmasked, functools.partial(self._step, False), OnlineSoftmax.start())
-        if self.p.masks(self.c.tile_kv):
+        if masks:
             # ptxas serializes products where it sees that this is one step at most.
             softmax = lax.fori_loop(unmasked, engine.opaque(self.steps), functools.partial(self._step, True), softmax)
         if _knows_first(self.p):  # no copy outlives the block
             pl.when(self.steps == 0)(lambda: plgpu.barrier_wait(self.full["k"].at[0]))
         return softmax
+
+    @property
+    def _masks(self) -> bool:
+        """Whether some tile needs a mask. Where a bias ends with the keys, it hides what lies behind them (`load_columns`)."""
+        p = self.p
+        return p.masks(self.c.tile_kv) and (p.bias == "none" or p.left is not None or p.right is not None or p.lengths)
 
     def _round_queries(self) -> None:
         """Queries, which came as the bits of bfloat16, become float16: XLA would take a kernel for it."""
@@ -345,10 +352,11 @@ class _ThreadBlock:
         for part, panel in panels(_parts(self.p)):
             queries = self.smem[part.name("q")].at[panel]
             engine.wgmma(self.s_acc, queries, engine.transpose_ref(self._keys(k_stage, part, panel)))
+        bias = self._bias(step) if self.p.bias != "none" else None  # on its way beside the product
         s = engine.accumulated(self.s_acc, 0)
         self._release("k", step)
         # 2. Weights.
-        weights, softmax, rescale = softmax.update(self._scores(s, step, masked), self.smem["q"].dtype)
+        weights, softmax, rescale = softmax.update(self._scores(s, bias, step, masked), self.smem["q"].dtype)
         self.o_acc[...] = engine.accumulated(self.o_acc, 0) * along_rows(rescale, self.o_acc.shape)
         # 3. Weights times values.
         self._wait("v", v_stage, step)
@@ -377,12 +385,30 @@ class _ThreadBlock:
             return self.smem["wide"].at[:, pl.ds(panel * PANEL, PANEL)]
         return self.smem[part.name("k")].at[stage, panel]
 
-    def _scores(self, s: jax.Array, step: jax.Array, masked: bool) -> Scores:
-        if self.p.soft_cap:
-            s = self.x.capped(s * self.x.kv_scale("k", self.at) if self.p.eight_bits else s)
+    def _bias(self, step: jax.Array) -> jax.Array:
+        """Of the tile of a step: each row's part of a row of the bias, which is read where it lies. float32."""
+        p, (batch, heads) = self.p, self.x.optional.bias_shape
+        token, head = self._indices(jnp.minimum(self.packing.row_numbers(self.at), self.packing.rows - 1))
+        row = (self.at.batch if batch > 1 else 0) * heads * p.q_tokens + token + (head * p.q_tokens if heads > 1 else 0)
+        first = self.share.kv_block(step) * self.c.tile_kv
+        even = p.kv_tokens % 2 == 0
+        tile = load_columns(self.x.inputs.bias, row * p.kv_tokens + first, self.c.tile_kv, p.kv_tokens - first, even)
+        return tile.astype(jnp.float32)
+
+    def _scores(self, s: jax.Array, bias: jax.Array | None, step: jax.Array, masked: bool) -> Scores:
+        p = self.p
+        factor: Any = self.factor
+        if p.soft_cap and p.eight_bits:
+            s = s * self.x.kv_scale("k", self.at)
+        if bias is not None and p.soft_cap_after_bias:
+            s = jnp.where(bias == -jnp.inf, -jnp.inf, self.x.capped(s, bias))
+        elif p.soft_cap:
+            s = self.x.capped(s)
+        if bias is not None and not p.soft_cap_after_bias:  # not yet times log2(e): that is part of the exponentials' arguments
+            s, factor = s * (factor * (1 / LOG2E)) + bias, LOG2E
         if masked:
             s = jnp.where(self._sees(step, s.shape), s, -jnp.inf)
-        return Scores(s, self.factor)
+        return Scores(s, factor)
 
     def _sees(self, step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Which rows see which keys of a kv block."""
@@ -486,7 +512,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         inputs = dataclasses.replace(inputs, kv_scales=tuple(x.reshape(-1) for x in inputs.kv_scales))
     if p.lengths:  # one array, which XLA makes in one kernel where they are computed
         inputs = dataclasses.replace(inputs, lengths=jnp.stack(inputs.lengths))
-    optional, _ = optional_refs(inputs, "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
+    bias_shape = (1, 1)
+    if p.bias != "none":
+        bias_shape = inputs.bias.shape[:2]
+        inputs = dataclasses.replace(inputs, bias=inputs.bias.reshape(-1))
+    optional = OptionalRefs(inputs, None, bias_shape)
     packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
     values = as_rows(v) if p.page_size else as_blocks(v, c.tile_kv, p)
     refs = _Refs(rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), values, optional)

@@ -381,8 +381,12 @@ def splits_keys(problem: Problem) -> str | None:
         what, way_out = f"the kernel with kv_dtype={p.kv_dtype}", "cast keys and values to q's dtype, or use backend='xla'"
     if p.page_size:
         what, way_out = "the kernel with pages", "gather the pages, or use backend='xla'"
-    if p.bias != "none" or p.segments:
+    if p.bias != "none" and (p.eight_bits or p.page_size):  # what a mask hides could not be ignored, were it NaN
         return f"{what} takes no bias, mask or segments: {way_out}"
+    if p.segments:
+        return f"{what} takes no segments: {way_out}"
+    if p.bias != "none" and (size := p.batch * p.q_heads * p.q_tokens * p.kv_tokens) > MAX_SIZE:
+        return f"{what} counts the elements of a bias in 32 bits, and {size} are too many: {way_out}"
     rows = p.q_tokens * (p.q_heads // p.kv_heads)
     if rows > PACKED_ROWS:
         return f"{what} is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: {way_out}"

@@ -352,6 +352,25 @@ def test_split_keys_are_right_and_so_are_their_gradients(name, kv_splits, kv_clu
     assert_true(with_gradients(arrays, config=config, **kwargs), arrays, assert_close, **kwargs)
 
 
+@pytest.mark.parametrize(("kv_splits", "kv_cluster"), [(1, 1), (8, 8), (16, 8)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kwargs"),
+    [
+        (Shape(3, 1, 2100, 8, 2, 128), "bfloat16", {"soft_cap": 20.0}),
+        (Shape(2, 3, 1777, 4, 2, 96), "float32", {"causal": True}),
+        (Shape(2, 16, 1501, 4, 1, 64), "float16", {"kv_lengths": [1501, 300], "q_lengths": [16, 3]}),
+    ],
+    ids=["16 bits", "32 bits in odd rows, head_dim of 96", "16 bits in odd rows, lengths"],
+)
+def test_split_keys_with_a_bias_and_a_mask_are_right(shape, dtype, kwargs, kv_splits, kv_cluster, assert_close):
+    q, k, v = qkv(shape, BF16)
+    bias = normal(7, shape.batch, shape.q_heads, shape.q_tokens, shape.kv_tokens, dtype=dtype)
+    mask = np.random.default_rng(0).random((shape.batch, 1, 1, shape.kv_tokens)) < 0.5
+    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=2, kv_splits=kv_splits, kv_cluster=kv_cluster, **ONE_WARPGROUP)
+    run = functools.partial(flash_attention, bias=bias, mask=mask, config=config, backend="mosaic", **kwargs)
+    assert_close(run(q, k, v), cases.truth(q, k, v, bias=bias, mask=mask, **kwargs)["out"], BF16)
+
+
 def test_split_keys_have_the_same_bits_in_every_run_and_nan_in_padding_has_no_say():
     q, k, v = qkv(Shape(32, 1, 4096, 32, 8, 128), BF16)
     lengths = np.random.default_rng(0).integers(0, 4097, 32)

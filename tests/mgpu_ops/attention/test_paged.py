@@ -229,7 +229,8 @@ def test_a_pool_of_more_rows_than_the_kernel_counts():
             "head_dim=72 is not one of 64, 80, 96, 112, 128, 160, 192, 224, 256, and to pad it would copy all pages at each "
             "call: make pages of 80 columns, zeros at the end",
         ),
-        ({"segments": True}, "the kernel with pages takes no bias, mask or segments: gather the pages, or use backend='xla'"),
+        ({"segments": True}, "the kernel with pages takes no segments: gather the pages, or use backend='xla'"),
+        ({"bias": "bfloat16"}, "the kernel with pages takes no bias, mask or segments: gather the pages, or use backend='xla'"),
         ({"q_tokens": 65}, "is for 256 query tokens times query heads of a head of keys, not 260: gather the pages"),
         ({"v_head_dim": 32}, "v_head_dim=32 must be 0 with pages, as padding would copy them: pad values to 64 columns"),
         ({"dtype": "float32"}, "dtype float32 is not one of"),
