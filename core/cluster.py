@@ -21,6 +21,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from mgpu_ops.core.engine import ScratchType, operand_transforms
+from mgpu_ops.core.limits import columns_of_a_block
 from mgpu_ops.core.registers import i32, laid_out, row_and_column
 
 _FLOAT = 4  # bytes
@@ -95,9 +96,9 @@ class ClusterColumns(ScratchType):
     """Scratch type: the blocks of a cluster share out the columns of their tiles, once in a kernel of one warpgroup.
 
     Every block has a float32 tile [64, columns], of which the first `rows` rows matter, with a number for each row. Afterwards
-    block b of `blocks` along `axis`, the cluster's only one, has columns [b, b + 1) * columns / blocks of all tiles, and all
-    numbers. They come into memory that `before`, other scratch types by name, had until then. A kernel receives a handle,
-    `_ClusterColumns`.
+    block b of the first `owners` of `blocks` along `axis`, the cluster's only one, has columns [b, b + 1) * own of all tiles,
+    and all numbers; others have none. They come into memory that `before`, other scratch types by name, had until then. A
+    kernel receives a handle, `_ClusterColumns`.
     """
 
     columns: int
@@ -108,8 +109,13 @@ class ClusterColumns(ScratchType):
 
     @property
     def own(self) -> int:
-        """Columns of a block, a multiple of 8."""
-        return self.columns // self.blocks
+        """Columns of a block that has any, a multiple of 8."""
+        return columns_of_a_block(self.columns, self.blocks)
+
+    @property
+    def owners(self) -> int:
+        """How many blocks have columns."""
+        return self.columns // self.own
 
     def inbox(self) -> tuple[int, ...]:
         """The shape of what a cluster's blocks receive: to each, from each; its columns, and the number of the row."""
@@ -276,7 +282,7 @@ class _ClusterColumns:
 
     def _exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         tiles, others, _ = self._inbox
-        _send_columns(tile, numbers, self._kind.rows, self._kind.blocks, self._inbox)
+        _send_columns(tile, numbers, self._kind, self._inbox)
         layout = plgpu.Layout.WGMMA
         return [
             (
@@ -297,7 +303,7 @@ class _SimulatedClusterColumns(_ClusterColumns):
     def _exchange(self, tile: jax.Array, numbers: jax.Array) -> list[tuple[jax.Array, jax.Array]]:
         own, rows, me = self._kind.own, pl.ds(0, self._kind.rows), lax.axis_index(self._kind.axis)
         inboxes = self._received.at[lax.axis_index("block")]
-        for block in range(self._kind.blocks):
+        for block in range(self._kind.owners):
             inbox = inboxes.at[block, me]
             inbox[rows, pl.ds(0, own)] = tile[: self._kind.rows, block * own : (block + 1) * own]
             inbox[rows, pl.ds(own, 1)] = numbers[: self._kind.rows, None]
@@ -306,23 +312,26 @@ class _SimulatedClusterColumns(_ClusterColumns):
         return [(inboxes[me, i, :, pl.ds(0, own)], inboxes[me, i, :, own]) for i in range(self._kind.blocks)]
 
 
-def _send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, inbox: list[Any]) -> None:
-    """Sends each block of the cluster its columns of the first `rows` rows of `tile`, with `numbers`; waits for those of all.
+def _send_columns(tile: jax.Array, numbers: jax.Array, kind: ClusterColumns, inbox: list[Any]) -> None:
+    """Sends each owner in the cluster its columns of the first rows of `tile`, with `numbers`; waits for those of all.
 
     tile: float32 [64, columns], numbers: float32 [64], in wgmma's layout. The inbox of a block, in shared memory: float32
-    [blocks, 64, columns / blocks] and [blocks, 64], by sender, and int32 [_BARRIER_WORDS] for a barrier. It may lie where other
+    [blocks, 64, own columns] and [blocks, 64], by sender, and int32 [_BARRIER_WORDS] for a barrier. It may lie where other
     data were: before it is used, the blocks wait for each other. Once in a kernel, by the one warpgroup of every block of the
     cluster, which has one axis. Source: PTX ISA, "mbarrier", "barrier.cluster", "st.async".
     """
     layout = plgpu.Layout.WGMMA
-    own = tile.shape[1] // blocks
+    rows, blocks, own, owners = kind.rows, kind.blocks, kind.own, kind.owners
     refs = (plgpu.RefType(),) * 3
 
     @plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1), *refs))
     def send(_: Any, tile: Any, numbers: Any, tiles_ref: Any, numbers_ref: Any, barrier_ref: Any) -> None:
         to = [mosaic.memref_ptr(ref) for ref in (tiles_ref, numbers_ref, barrier_ref)]
-        _expect(to[2], blocks * rows * (own + 1) * _FLOAT)
         me = mosaic.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
+        comes = i32(blocks * rows * (own + 1) * _FLOAT)
+        if owners < blocks:
+            comes = arith.select(arith.cmpi(arith.CmpIPredicate.ult, me, i32(owners)), comes, i32(0))
+        _expect(to[2], comes)
         lane = mosaic.thread_idx()
         row, column = row_and_column(lane)
         for half in range(2):
@@ -331,7 +340,7 @@ def _send_columns(tile: jax.Array, numbers: jax.Array, rows: int, blocks: int, i
             tile_start = arith.addi(arith.muli(entry, i32(own * _FLOAT)), arith.muli(column, i32(_FLOAT)))
             number_start = arith.muli(entry, i32(_FLOAT))
             with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, at, i32(rows))):
-                for block in range(blocks):
+                for block in range(owners):
                     tiles, others, barrier = (_there(pointer, block) for pointer in to)
                     start = arith.addi(tiles, tile_start)
                     for n in range(own // 8):
@@ -353,13 +362,13 @@ mbarrier.try_wait.parity.shared::cta.b64 done, [$0], 0;
 }"""
 
 
-def _expect(barrier: Any, size: int) -> None:
+def _expect(barrier: Any, size: Any) -> None:
     """A new barrier, over when `size` bytes have come; then all threads of all blocks of the cluster meet."""
     mosaic.warpgroup_barrier()  # nothing else is in the barrier's place any more
     with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
         mosaic.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", barrier, has_side_effects=True)
         mosaic.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
-        mosaic.inline_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", barrier, i32(size), has_side_effects=True)
+        mosaic.inline_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", barrier, size, has_side_effects=True)
     for step in ("arrive.relaxed", "wait.acquire"):
         mosaic.inline_ptx(f"barrier.cluster.{step}.aligned;", has_side_effects=True, convergent=True)
 

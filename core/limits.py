@@ -174,3 +174,8 @@ def resident_clusters(blocks: int, gpu: Gpu) -> int:
     if blocks <= 2:
         return max(1, gpu.sms // blocks)
     return max(1, gpu.sms // blocks - math.ceil(_LEFT_OVER / blocks))
+
+
+def columns_of_a_block(columns: int, blocks: int) -> int:
+    """Columns of a tile that a block of a cluster gets: the fewest, in eights, that divide them. Some blocks may get none."""
+    return next(own for own in range(8, columns + 1, 8) if columns % own == 0 and columns // own <= blocks)

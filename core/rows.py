@@ -3,7 +3,7 @@
 - `load_rows` and `store_rows` copy a window of rows of an array that `rows_view` has marked (`core/tma.py`).
 - `load_pages` copies rows that lie in pages of such an array, which a table in shared memory names.
 - `load_gathered` copies rows that lie anywhere in an array, to the places that `row_places` finds.
-- `load_scattered` and `store_scattered` read and write the rows of a tile in registers, each at an address of its own.
+- `load_scattered`, `load_columns` and `store_scattered` read and write rows of a tile in registers, each at its own address.
 """
 
 from __future__ import annotations
@@ -316,6 +316,65 @@ def load_scattered(src: Any, offsets: jax.Array) -> jax.Array:
         rows = jnp.zeros((64,), jnp.float32)
         return lax.fori_loop(0, 64, lambda i, rows: rows.at[i].set(src[offsets[i]]), rows)
     return _load_compiled(src, offsets)
+
+
+def load_columns(src: Any, offsets: jax.Array, columns: int, end: Int, even: bool) -> jax.Array:
+    """src[offsets[i] + j] in global memory for each of a warpgroup's 64 rows i: [64, columns] in wgmma's layout.
+
+    Columns from `end` on are -inf, and are not read. src: floats of 16 or 32 bits, of rank 1. offsets: int32 [64] in that
+    layout. even: whether offsets and `end` are, so that a thread reads two columns at a time. columns: a multiple of 8.
+    """
+    if interpreting():
+        at = offsets[:, None] + lax.broadcasted_iota(jnp.int32, (64, columns), 1)
+        inside = lax.broadcasted_iota(jnp.int32, (64, columns), 1) < end
+        return jnp.where(inside, src[...][jnp.minimum(at, src.shape[0] - 1)], jnp.asarray(-jnp.inf, src.dtype))
+    layout, scalar = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
+    result = plgpu.ShapeDtypeStruct((64, columns), jnp.dtype(src.dtype), layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout.reduce(1), scalar), return_type=result)
+    def load(_: Any, src: Any, offsets: Any, end: Any) -> Any:
+        start, element, end = mosaic.memref_ptr(src), ir.MemRefType(src.type).element_type, end.registers.item()
+        bits = mosaic.bitwidth(element)
+        pair = ir.VectorType.get((2,), element)
+        tile = mosaic_gpu.FragmentedArray.splat(mosaic.c(0.0, element), (64, columns), mosaic_gpu.WGMMA_LAYOUT)
+        registers = np.empty_like(tile.registers)
+        _, column = row_and_column(mosaic.thread_idx())
+        for half, one in enumerate(offsets.registers.flat):
+            first = arith.addi(vector.extract(one, dynamic_position=[], static_position=[0]), column)
+            pointer = mosaic.getelementptr(start, [first], element)
+            for n in range(columns // 8):
+                left = arith.subi(end, arith.addi(column, i32(8 * n)))  # of the pair's columns, those that are read
+                words = _load_pair(pointer, 8 * n * bits // 8, left, element, even)
+                registers.flat[2 * n + half] = mosaic.bitcast(words, pair)
+        return mosaic_gpu.FragmentedArray(_registers=registers, _layout=tile.layout, _is_signed=None)
+
+    loaded: jax.Array = load(src, laid_out(offsets, layout.reduce(1)), laid_out(jnp.int32(end), scalar))
+    return loaded
+
+
+def _load_pair(pointer: Any, further: int, left: Any, element: Any, even: bool) -> Any:
+    """Two numbers of 16 or 32 bits, `further` bytes behind the pointer, as one or two words; -inf beyond the `left` ones."""
+    bits, word = mosaic.bitwidth(element), ir.IntegerType.get_signless(32)
+    lowest = {"bf16": 0xFF80, "f16": 0xFC00, "f32": 0xFF800000}[str(element)]
+    some = ".reg .pred a, b; setp.gt.s32 a, $2, 0; setp.gt.s32 b, $2, 1;"
+    if bits == 16:
+        both = f"@a ld.global.b32 $0, [$1+{further}];"
+        each = f"@a ld.global.b16 x, [$1+{further}]; @b ld.global.b16 y, [$1+{further + 2}];"
+        each = f".reg .b16 x, y; mov.b16 x, {lowest}; mov.b16 y, {lowest}; {each}"
+        code = (
+            f"{{ {some} mov.b32 $0, {lowest << 16 | lowest}; {both} }}"
+            if even
+            else f"{{ {some} {each} mov.b32 $0, {{x, y}}; }}"
+        )
+        found = mosaic.inline_ptx(code, pointer, left, result_types=word, has_side_effects=True)
+        return vector.broadcast(ir.VectorType.get((1,), word), found)
+    some = ".reg .pred a, b; setp.gt.s32 a, $3, 0; setp.gt.s32 b, $3, 1;"
+    some += f" mov.b32 $0, {lowest}; mov.b32 $1, {lowest};"
+    both = f"@a ld.global.v2.b32 {{$0, $1}}, [$2+{further}];"
+    each = f"@a ld.global.b32 $0, [$2+{further}]; @b ld.global.b32 $1, [$2+{further + 4}];"
+    code = f"{{ {some} {both if even else each} }}"
+    words = mosaic.inline_ptx(code, pointer, left, result_types=(word, word), has_side_effects=True)
+    return vector.from_elements(ir.VectorType.get((2,), word), words)
 
 
 def _set(dst: Any, start: jax.Array, columns: int, values: jax.Array) -> None:

@@ -35,18 +35,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import PANEL
+from mgpu_ops.attention.heads import PANEL, Part, panels, parts, rounded, rounded_values, whole
 from mgpu_ops.attention.inputs import LOG2E, Inputs
-from mgpu_ops.attention.launch import as_blocks, as_rows, optional_refs, pad_head, swizzled
+from mgpu_ops.attention.launch import as_blocks, as_rows, in_panels, in_rows, pad_head
 from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, opaque
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
-from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, ROWS, Config, Problem, padded, page_indices, split_stages
+from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, ROWS, Config, Problem, page_indices, split_stages, stored_columns
 from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.rows import Pages, load_pages, load_rows, load_scattered, rows_view, store_scattered
+from mgpu_ops.core.rows import Pages, load_columns, load_pages, load_rows, load_scattered, rows_view, store_scattered
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.core.upcast import widen
 
@@ -64,16 +64,38 @@ def _knows_first(p: Problem) -> bool:
     return p.lengths and p.left is None and not p.page_size
 
 
-def _load_queries(packing: _Packing, q: Any, at: Position, dst: Any, full: Any) -> None:
-    """Starts the copy of a tile's packed rows. Rows beyond the last arrive as zeros."""
-    start = (at.batch * packing.problem.kv_heads + at.head) * packing.rows
-    load_rows(q, start + at.token, start + packing.rows, 0, dst, full)
+def _parts(p: Problem) -> tuple[Part, ...]:
+    """Of a head of queries and keys. Copies from pages begin at multiples of a panel."""
+    return (whole(p.head_dim),) if p.page_size or p.eight_bits else parts(p.head_dim)
 
 
-def _load_keys(p: Problem, k: Any, at: Position, dst: Any, full: Any) -> None:
-    """Starts the copy of a tile of keys. Those beyond the entry's length, whatever they hold, are masked."""
-    start = at.batch * p.kv_tokens
-    load_rows(k, start + at.token, start + p.kv_tokens, at.head * p.head_dim, dst, full)
+def _copies(p: Problem) -> int:
+    """How many copies bring a tile of queries, or of keys without pages: one where a panel's width divides what precedes."""
+    return 1 if p.head_dim % PANEL == 0 else len(panels(_parts(p)))
+
+
+def _load_queries(packing: _Packing, q: Any, at: Position, smem: dict[str, Any], full: Any) -> None:
+    """Starts the copies of a tile's packed rows. Rows beyond the last arrive as zeros."""
+    p = packing.problem
+    start = (at.batch * p.kv_heads + at.head) * packing.rows
+    row, end = start + at.token, start + packing.rows
+    if _copies(p) == 1:
+        load_rows(q, row, end, 0, smem["q"], full)
+        return
+    for part, panel in panels(_parts(p)):
+        load_rows(q, row, end, part.column(panel), smem[part.name("q")].at[panel], full)
+
+
+def _load_keys(p: Problem, k: Any, at: Position, smem: dict[str, Any], stage: Int, full: Any) -> None:
+    """Starts the copies of a tile of keys. Those beyond the entry's length, whatever they hold, are masked."""
+    start, first = at.batch * p.kv_tokens, at.head * p.head_dim
+    row, end = start + at.token, start + p.kv_tokens
+    if _copies(p) == 1:
+        load_rows(k, row, end, first, smem["k"].at[stage], full)
+        return
+    for part, panel in panels(_parts(p)):
+        dst = smem[part.name("k")].at[stage, panel]
+        load_rows(k, row, end, first + part.column(panel), dst, full, part.anywhere)
 
 
 @jax.tree_util.register_dataclass
@@ -190,8 +212,8 @@ class _ThreadBlock:
         part, entry = lax.div(number, jnp.int32(packing.entries)), lax.rem(number, jnp.int32(packing.entries))
         at, mine = packing.position(entry), part * c.kv_cluster + lax.axis_index("split")
         if _knows_first(p):
-            _load_keys(p, x.k, Position(at.batch, at.head, mine * c.tile_kv), smem["k"].at[0], full["k"].at[0])
-        _load_queries(packing, x.q, at, smem["q"], full["q"])
+            _load_keys(p, x.k, Position(at.batch, at.head, mine * c.tile_kv), smem, 0, full["k"].at[0])
+        _load_queries(packing, x.q, at, smem, full["q"])
         terms = x.mask_terms(at.batch)
         share = _Share.of(terms.kv_range(*packing.token_range(at), c.tile_kv), mine, c.kv_splits, p.page_size > 0)
         factor = x.inputs.options[1 if p.soft_cap else 0] * LOG2E
@@ -223,7 +245,7 @@ class _ThreadBlock:
 
     def _load_pages(self, what: Literal["k", "v"], stage: jax.Array, token: Int) -> None:
         """Starts the copies of a tile from its pages. Rows behind the entry's length arrive as zeros, and are not read."""
-        size, full, first = jnp.int32(self.p.page_size), self.full[what].at[stage], self.at.head * self.p.head_dim
+        size, full = jnp.int32(self.p.page_size), self.full[what].at[stage]
         entry = self.at.batch * self._pages + lax.div(jnp.int32(token), size) - self._first_entry
         count = jnp.clip(self.terms.kv_end - token, 0, self.c.tile_kv)  # rows of the tile
 
@@ -235,13 +257,14 @@ class _ThreadBlock:
                 load_rows(src, row, row + count, column, dst, full)
 
         if what == "v":
-            load(self.x.v, first, self.smem["v"].at[stage])
+            load(self.x.v, self.at.head * self.p.v_dim, self.smem["v"].at[stage])
             return
+        first = self.at.head * self.p.head_dim
         if self.p.eight_bits:
             load(self.x.k, first, self.smem["k"].at[stage])
             return
-        for panel in range(self.p.head_dim // PANEL):
-            load(self.x.k, first + panel * PANEL, self.smem["k"].at[stage, panel])
+        for part, panel in panels(_parts(self.p)):
+            load(self.x.k, first + part.column(panel), self.smem["k"].at[stage, panel])
 
     def _page(self, pool: Any, entry: jax.Array) -> jax.Array:
         """The page that an entry of the copied table names, the nearest where it names none."""
@@ -263,16 +286,16 @@ class _ThreadBlock:
 
     def _load(self, what: Literal["k", "v"], step: jax.Array) -> None:
         stage, token = self._stage(what, step), self.share.kv_block(step) * self.c.tile_kv
-        first, dst, full = self.at._replace(token=token), self.smem[what].at[stage], self.full[what].at[stage]
+        first, full = self.at._replace(token=token), self.full[what].at[stage]
         if self.p.page_size:
             self._load_pages(what, stage, first.token)
         elif what == "k":
-            _load_keys(self.p, self.x.k, first, dst, full)
+            _load_keys(self.p, self.x.k, first, self.smem, stage, full)
         elif self.p.lengths:
-            start, column = self.at.batch * self.p.kv_tokens, self.at.head * self.p.head_dim
-            load_rows(self.x.v, start + first.token, start + self.terms.kv_end, column, dst, full)
+            start, column = self.at.batch * self.p.kv_tokens, self.at.head * self.p.v_dim
+            load_rows(self.x.v, start + first.token, start + self.terms.kv_end, column, self.smem["v"].at[stage], full)
         else:
-            self.x.load_block(self.x.v, "kv", first, dst, full)
+            self.x.load_block(self.x.v, "kv", first, self.smem["v"].at[stage], full)
 
     def _refill(self, what: Literal["k", "v"], step: jax.Array) -> None:
         """Starts a copy to the stage that `step` was the last to read."""
@@ -297,13 +320,21 @@ class _ThreadBlock:
         plgpu.barrier_wait(self.full["q"])
         if _rounds_queries(self.p):
             self._round_queries()
-        unmasked = self.share.unmasked
+        masks = self._masks
+        unmasked = self.share.unmasked if masks else self.steps
         softmax = lax.fori_loop(0, unmasked, functools.partial(self._step, False), OnlineSoftmax.start())
-        if self.p.masks(self.c.tile_kv):
-            softmax = lax.fori_loop(unmasked, self.steps, functools.partial(self._step, True), softmax)
+        if masks:
+            # ptxas serializes products where it sees that this is one step at most.
+            softmax = lax.fori_loop(unmasked, engine.opaque(self.steps), functools.partial(self._step, True), softmax)
         if _knows_first(self.p):  # no copy outlives the block
             pl.when(self.steps == 0)(lambda: plgpu.barrier_wait(self.full["k"].at[0]))
         return softmax
+
+    @property
+    def _masks(self) -> bool:
+        """Whether some tile needs a mask. Where a bias ends with the keys, it hides what lies behind them (`load_columns`)."""
+        p = self.p
+        return p.masks(self.c.tile_kv) and (p.bias == "none" or p.left is not None or p.right is not None or p.lengths)
 
     def _round_queries(self) -> None:
         """Queries, which came as the bits of bfloat16, become float16: XLA would take a kernel for it."""
@@ -318,12 +349,14 @@ class _ThreadBlock:
         # 1. Scores.
         self._wait("k", k_stage, step)
         self.s_acc[...] = jnp.zeros(self.s_acc.shape, jnp.float32)
-        for panel in range(self.p.head_dim // PANEL):
-            engine.wgmma(self.s_acc, self.smem["q"].at[panel], engine.transpose_ref(self._keys(k_stage, panel)))
+        for part, panel in panels(_parts(self.p)):
+            queries = self.smem[part.name("q")].at[panel]
+            engine.wgmma(self.s_acc, queries, engine.transpose_ref(self._keys(k_stage, part, panel)))
+        bias = self._bias(step) if self.p.bias != "none" else None  # on its way beside the product
         s = engine.accumulated(self.s_acc, 0)
         self._release("k", step)
         # 2. Weights.
-        weights, softmax, rescale = softmax.update(self._scores(s, step, masked), self.smem["q"].dtype)
+        weights, softmax, rescale = softmax.update(self._scores(s, bias, step, masked), self.smem["q"].dtype)
         self.o_acc[...] = engine.accumulated(self.o_acc, 0) * along_rows(rescale, self.o_acc.shape)
         # 3. Weights times values.
         self._wait("v", v_stage, step)
@@ -346,18 +379,36 @@ class _ThreadBlock:
         if not self.p.eight_bits:
             self._refill(what, step)
 
-    def _keys(self, stage: jax.Array, panel: int) -> Any:
-        """64 columns of a tile of keys, as they are multiplied."""
+    def _keys(self, stage: jax.Array, part: Part, panel: int) -> Any:
+        """A panel of a tile of keys, as it is multiplied."""
         if self.p.eight_bits:
             return self.smem["wide"].at[:, pl.ds(panel * PANEL, PANEL)]
-        return self.smem["k"].at[stage, panel]
+        return self.smem[part.name("k")].at[stage, panel]
 
-    def _scores(self, s: jax.Array, step: jax.Array, masked: bool) -> Scores:
-        if self.p.soft_cap:
-            s = self.x.capped(s * self.x.kv_scale("k", self.at) if self.p.eight_bits else s)
+    def _bias(self, step: jax.Array) -> jax.Array:
+        """Of the tile of a step: each row's part of a row of the bias, which is read where it lies. float32."""
+        p, (batch, heads) = self.p, self.x.optional.bias_shape
+        token, head = self._indices(jnp.minimum(self.packing.row_numbers(self.at), self.packing.rows - 1))
+        row = (self.at.batch if batch > 1 else 0) * heads * p.q_tokens + token + (head * p.q_tokens if heads > 1 else 0)
+        first = self.share.kv_block(step) * self.c.tile_kv
+        even = p.kv_tokens % 2 == 0
+        tile = load_columns(self.x.inputs.bias, row * p.kv_tokens + first, self.c.tile_kv, p.kv_tokens - first, even)
+        return tile.astype(jnp.float32)
+
+    def _scores(self, s: jax.Array, bias: jax.Array | None, step: jax.Array, masked: bool) -> Scores:
+        p = self.p
+        factor: Any = self.factor
+        if p.soft_cap and p.eight_bits:
+            s = s * self.x.kv_scale("k", self.at)
+        if bias is not None and p.soft_cap_after_bias:
+            s = jnp.where(bias == -jnp.inf, -jnp.inf, self.x.capped(s, bias))
+        elif p.soft_cap:
+            s = self.x.capped(s)
+        if bias is not None and not p.soft_cap_after_bias:  # not yet times log2(e): that is part of the exponentials' arguments
+            s, factor = s * (factor * (1 / LOG2E)) + bias, LOG2E
         if masked:
             s = jnp.where(self._sees(step, s.shape), s, -jnp.inf)
-        return Scores(s, self.factor)
+        return Scores(s, factor)
 
     def _sees(self, step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Which rows see which keys of a kv block."""
@@ -383,11 +434,18 @@ class _ThreadBlock:
         if self.c.kv_cluster == self.c.kv_splits:  # else there are other parts to come
             sinks = self._sinks(rows) if self.p.sinks else None
             total, log_sum = _finished(total, log_sum, sinks)
-        at, p = self._offsets(rows), self.p
-        first = lax.axis_index("split") * total.shape[1]
-        store_scattered(total.astype(out.dtype), out, jnp.where(at < 0, at, at * p.head_dim + first))
+        at, split = self._offsets(rows), lax.axis_index("split")
+        first, columns = split * total.shape[1], _columns(self.p, self.c)
+
+        def store_columns() -> None:
+            store_scattered(total.astype(out.dtype), out, jnp.where(at < 0, at, at * columns + first))
+
+        if total.shape[1] * self.c.kv_cluster > self.p.v_dim:  # blocks without columns
+            pl.when(first < self.p.v_dim)(store_columns)
+        else:
+            store_columns()
         by_head = jnp.where(at < 0, at, self._lse_offsets(rows))
-        pl.when(lax.axis_index("split") == 0)(lambda: store_scattered(log_sum, log_sums, by_head))
+        pl.when(split == 0)(lambda: store_scattered(log_sum, log_sums, by_head))
 
     def _sinks(self, rows: jax.Array) -> jax.Array:
         """Of the heads of packed rows; of those beyond the last, that of the last."""
@@ -440,9 +498,10 @@ def _merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, ja
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
     """Runs the kernel, as `forward.launch`."""
     del gpu
-    v_dim, p = p.v_dim, dataclasses.replace(_without_needless_bounds(p), head_dim=padded(p.head_dim), v_head_dim=0)
-    q, k, v = (pad_head(x, p.head_dim) for x in arrays[:3])
-    packing, parts = _Packing(p), c.kv_splits // c.kv_cluster
+    v_dim, d, v_d = p.v_dim, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
+    p = dataclasses.replace(_without_needless_bounds(p), head_dim=d, v_head_dim=v_d if v_d < d else 0)
+    q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
+    packing, clusters, columns = _Packing(p), c.kv_splits // c.kv_cluster, _columns(p, c)
     inputs = Inputs.of(p, arrays[3:])
     if p.sinks:
         inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
@@ -453,7 +512,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         inputs = dataclasses.replace(inputs, kv_scales=tuple(x.reshape(-1) for x in inputs.kv_scales))
     if p.lengths:  # one array, which XLA makes in one kernel where they are computed
         inputs = dataclasses.replace(inputs, lengths=jnp.stack(inputs.lengths))
-    optional, _ = optional_refs(inputs, "kv", p.q_tokens, c.tile_kv, c.max_concurrent_steps)
+    bias_shape = (1, 1)
+    if p.bias != "none":
+        bias_shape = inputs.bias.shape[:2]
+        inputs = dataclasses.replace(inputs, bias=inputs.bias.reshape(-1))
+    optional = OptionalRefs(inputs, None, bias_shape)
     packed = q.reshape(p.batch, p.q_tokens, p.kv_heads, packing.group, p.head_dim).transpose(0, 2, 1, 3, 4)
     values = as_rows(v) if p.page_size else as_blocks(v, c.tile_kv, p)
     refs = _Refs(rows_view(packed.reshape(-1, p.head_dim)), as_rows(k), values, optional)
@@ -476,50 +539,57 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
         accumulators.scope(run)
 
-    rows = p.batch * p.q_tokens * p.q_heads * parts
+    rows = p.batch * p.q_tokens * p.q_heads
     out, lse = engine.kernel(
         body,
         engine.Launch(
             "mgpu_ops_flash_decoding",
-            {"block": parts * packing.entries},
+            {"block": clusters * packing.entries},
             warpgroups=1,
             cluster={"split": c.kv_cluster},
             approx_math=True,
             interpret=interpret,
         ),
         out_type=(
-            jax.ShapeDtypeStruct((rows * p.head_dim + (_COLUMNS if parts > 1 else 0),), p.dtype if parts == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
+            jax.ShapeDtypeStruct((rows * columns,), p.dtype)
+            if clusters == 1
+            else jax.ShapeDtypeStruct((clusters * rows * columns + _COLUMNS,), jnp.float32),
+            jax.ShapeDtypeStruct((clusters * rows,), jnp.float32),
         ),
         scratch_types=_scratch(p, c),
     )(*flat)
-    if parts > 1:
-        out, lse = _add_up(p, parts, out, lse, inputs.sinks if p.sinks else None, interpret)
-    out = out[: q.size].reshape(q.shape)
+    if clusters > 1:
+        out, lse = _add_up(p, clusters, out, lse, inputs.sinks if p.sinks else None, interpret)
+    out = out[: rows * columns].reshape(p.batch, p.q_tokens, p.q_heads, columns)
     return out[..., :v_dim], lse.reshape(p.batch, p.q_heads, p.q_tokens)
 
 
+def _columns(p: Problem, c: Config) -> int:
+    """Columns of a row of what thread blocks store: those of an output, or of what is to be added up."""
+    return p.v_dim if c.kv_cluster == c.kv_splits else stored_columns(p.v_dim)
+
+
 def _scratch(p: Problem, c: Config) -> dict[str, Any]:
-    (k_stages, v_stages), panels = split_stages(c), p.head_dim // PANEL
+    (k_stages, v_stages), head = split_stages(c), _parts(p)
     dtype = jnp.float16 if p.eight_bits else p.dtype  # of what is multiplied
     if p.eight_bits:
         stored = {what: _in_rows((n, c.tile_kv, p.head_dim), p.kv_dtype) for what, n in (("k", k_stages), ("v", v_stages))}
         stored["wide"] = _in_rows((c.tile_kv, p.head_dim), dtype)
     else:
-        stored = {
-            "k": swizzled((k_stages, panels, c.tile_kv, PANEL), dtype),
-            "v": swizzled((v_stages, c.tile_kv, p.head_dim), dtype),
-        }
+        stored = {part.name("k"): in_panels(part, (k_stages,), c.tile_kv, dtype) for part in head}
+        stored["v"] = in_rows(whole(p.v_dim), (v_stages, c.tile_kv), dtype)
     indices = page_indices(p, c)
     chunk = min(indices, PAGE_INDICES_COPIED)
     table = {"page_table": plgpu.SMEM((indices // chunk, chunk), jnp.int32)} if indices else {}
     return {
-        "accumulators": engine.Accumulators(((ROWS, c.tile_kv), (ROWS, p.head_dim)), 1),
-        "memory": ClusterColumns(p.head_dim, min(ROWS, _Packing(p).rows), c.kv_cluster, "split", stored),
-        "q": swizzled((panels, ROWS, PANEL), dtype),
+        "accumulators": engine.Accumulators(((ROWS, c.tile_kv), (ROWS, p.v_dim)), 1),
+        "memory": ClusterColumns(p.v_dim, min(ROWS, _Packing(p).rows), c.kv_cluster, "split", stored),
+        **{part.name("q"): in_panels(part, (), ROWS, dtype) for part in head},
         "barriers": {
-            "q": plgpu.Barrier(),
-            "k": plgpu.Barrier(num_arrivals=panels if p.page_size and not p.eight_bits else 1, num_barriers=k_stages),
+            "q": plgpu.Barrier(num_arrivals=_copies(p)),
+            "k": plgpu.Barrier(
+                num_arrivals=len(panels(head)) if p.page_size and not p.eight_bits else _copies(p), num_barriers=k_stages
+            ),
             "v": plgpu.Barrier(num_barriers=v_stages),
             **({"page_table": plgpu.Barrier(num_arrivals=indices // chunk)} if indices else {}),
         },
@@ -555,17 +625,19 @@ def _add_up(
 ) -> tuple[jax.Array, jax.Array]:
     """The output over all keys and its lse from those of the clusters, by a kernel: `_merged`, then `_finished`.
 
-    outs: float32 [parts, batch, q_tokens, q_heads, head_dim], flat and with room for `_COLUMNS` at the end. lses: float32
-    [parts, batch, q_heads, q_tokens], flat. sinks: [q_heads] or [batch * q_heads], or None. Returns both flat, with such room.
+    outs: float32 [parts, batch, q_tokens, q_heads, `stored_columns`], flat and with room for `_COLUMNS` at the end. lses:
+    float32 [parts, batch, q_heads, q_tokens], flat. sinks: [q_heads] or [batch * q_heads], or None. Returns both flat, the
+    output with such room.
     """
-    size, rows = lses.size // parts * p.head_dim, lses.size // parts
+    columns, rows = stored_columns(p.v_dim), lses.size // parts
+    size = rows * columns
 
     def body(outs: Any, lses: Any, *given: Any) -> None:
         *sinks, out, lse = given
         start = lax.axis_index("block") * _COLUMNS
         shares, log_sums = [], []
-        for n in range(max(1, _COLUMNS // p.head_dim)):  # rows of this block
-            row = jnp.minimum(lax.div(start, jnp.int32(p.head_dim)) + n, rows - 1)
+        for n in range(max(1, _COLUMNS // columns)):  # rows of this block
+            row = jnp.minimum(lax.div(start, jnp.int32(columns)) + n, rows - 1)
             entry, head, at = _places(p, row)
             weights, log_sum = _weights([lses[part * rows + at] for part in range(parts)])
             factor = None
@@ -577,7 +649,7 @@ def _add_up(
             shares.append(weights if factor is None else [weight * factor for weight in weights])
             log_sums.append((at, log_sum))
         layout = plgpu.Layout.WG_STRIDED((_COLUMNS,), vec_size=1)
-        first = plgpu.broadcasted_iota(jnp.int32, (_COLUMNS,), 0, layout=layout) < p.head_dim
+        first = plgpu.broadcasted_iota(jnp.int32, (_COLUMNS,), 0, layout=layout) < columns
         total: Any = 0.0
         for part in range(parts):
             share = shares[0][part]
@@ -587,7 +659,7 @@ def _add_up(
         # Given to the sum alone: Mosaic's search for layouts, which calls itself, would go deeper with each load that has one.
         out[pl.ds(start, _COLUMNS)] = plgpu.layout_cast(total, layout).astype(out.dtype)
 
-        @pl.when(lax.rem(start, jnp.int32(p.head_dim)) == 0)
+        @pl.when(lax.rem(start, jnp.int32(columns)) == 0)
         def store_log_sums() -> None:  # where a row's first columns are
             for at, log_sum in log_sums:
                 lse[at] = log_sum

@@ -120,8 +120,7 @@ def flash_attention(
 
     Args:
       q: [batch, q_tokens, q_heads, head_dim], or without batch. bfloat16 or float16 and head_dim up to 256 for the kernels (64,
-        80, 96, 112, 128, 160, 192, 224 and 256 as they are, others padded to the next; for few query tokens all as 64,
-        128 or 256); other floats run through XLA.
+        80, 96, 112, 128, 160, 192, 224 and 256 as they are, others padded to the next); other floats run through XLA.
       k: [batch, kv_tokens, kv_heads, head_dim] of q's dtype, or both k and v of 8 bits (a quantized KV cache), float8_e4m3fn or
         int8. kv_heads divides q_heads.
       v: [batch, kv_tokens, kv_heads, v_head_dim]. 128 beside a head_dim of 192, as multi-head latent attention has it, is
@@ -147,8 +146,8 @@ def flash_attention(
         kv_heads, head_dim] each, and key s of entry b is token s % page_size of page page_table[b, s // page_size]; kv_lengths
         says how many keys an entry has. The table's entries for pages past a length, and those pages, are ignored, whatever
         they hold; an entry that does count and is out of range counts as the nearest page. The kernel takes pages of 16, 32,
-        64, 128 or 256 tokens, head_dim 64, 128 or 256, and up to 256 query tokens times query heads of a head of keys, without
-        bias, mask and segments; everything else runs through XLA, which gathers the pages. There is no gradient.
+        64, 128 or 256 tokens, a head_dim that needs no padding, and up to 256 query tokens times query heads of a head of
+        keys, without bias, mask and segments; everything else runs through XLA, which gathers the pages. There is no gradient.
       k_scale, v_scale: floats above 0, a scalar, [kv_heads] or [batch, kv_heads]; 1 by default. With keys and values of 8 bits
         the scores are those of k k_scale, the output that of v v_scale. The kernel takes head_dim 64, 128 or 256 and up to 256
         query tokens times query heads of a head of keys, without bias, mask and segments, and multiplies them as float16: a

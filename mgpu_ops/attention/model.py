@@ -31,7 +31,6 @@ from mgpu_ops.attention.problem import (
     least_splits,
     masks_all,
     output_tiles,
-    padded,
     split_stages,
     splits_keys,
     supports,
@@ -379,7 +378,9 @@ def _step(p: Problem, c: Config, gpu: Gpu, masked: bool, alone: bool) -> float:
     operations = _FIT.operations + _FIT.bias_operations * bias + _FIT.segment_operations * p.segments
     operations += (_FIT.causal_operations if causal else _FIT.mask_operations) * masked
     products = 2 * scores * (d + v_d) / rate(gpu)
-    softmax = (scores / _EXPONENTIALS + (operations * scores + 1.5 * rows * v_d) / _LANES) / gpu.clock_hz
+    # A branch saves nothing where it spares few multiplications: results/2026-11-27-h100-flash_attention-rescale.jsonl.
+    rescaled = 1.5 * rows * v_d if c.rescale == "always" or v_d <= 128 else 0.0
+    softmax = (scores / _EXPONENTIALS + (operations * scores + rescaled) / _LANES) / gpu.clock_hz
     loaded = 2 * c.tile_kv * (d + v_d) + (scores * itemsize_of(p.bias) if bias else 0)
     return max(
         max(products, softmax) + _FIT.exposed[consumers - 1] * min(products, softmax),
@@ -428,7 +429,7 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         pipelines = [Config(max_concurrent_steps=n, **blocks) for n in (4, 3, 2)]
         legal = [c for c in pipelines if check(problem, c, gpu) is None]
         in_pairs = problem.lengths and not problem.page_size and kv_splits == kv_cluster == 2
-        least = 2 if in_pairs and padded(problem.head_dim) == 2 * PANEL and tile_kv == 64 else 3
+        least = 2 if in_pairs and rounded(problem.head_dim) == 2 * PANEL and tile_kv == 64 else 3
         least = 2 if problem.eight_bits and tile_kv == 128 else least
         for shared in (1, 2, 3):
             found += [c for c in legal if c.max_concurrent_steps >= least and blocks_of_an_sm(problem, c, gpu) >= shared][:1]
@@ -455,7 +456,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
         if waves and wave:
             shared = math.ceil(wave / sms)  # blocks of an SM at a time
             through_hbm = of_hbm * wave * (1 + _UNEVEN * (1 - wave / (shared * sms)))
-            in_flight = shared * sum(split_stages(c)) * p.kv_itemsize * c.tile_kv * padded(p.head_dim)
+            in_flight = shared * sum(split_stages(c)) * p.kv_itemsize * c.tile_kv * rounded(p.head_dim)
             through_hbm *= 1 + _DEEP * max(0.0, in_flight / _ENOUGH - 1)
             crowded = _CROWDED if clusters and wave < at_once else 1.0
             steps_of_wave = max(_split_block(p, c, shared, gpu) * crowded, through_hbm)
@@ -464,7 +465,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
         alone = _split_block(p, c, 1, gpu)
         work = (work + max(alone, work / 2 + alone / 2 * (blocks > at_once))) / 2
     if parts > 1:
-        written = 4 * parts * p.batch * p.q_tokens * p.q_heads * padded(p.head_dim)
+        written = 4 * parts * p.batch * p.q_tokens * p.q_heads * rounded(p.head_dim)
         work += _ADDED_UP + _ADDED_UP_PART * parts + 3 * written / hbm(gpu)
     return rates.LAUNCH + work
 
@@ -475,7 +476,7 @@ def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     A step takes the longest of: its products and its softmax, which overlap with nothing in the block; its share of what its SM
     loads; and the latency of a load over the bytes in flight.
     """
-    d = padded(p.head_dim)
+    d = rounded(p.head_dim)
     steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
     scores, loaded = ROWS * c.tile_kv, 2 * p.kv_itemsize * c.tile_kv * d
     compute = 4 * scores * d / rate(gpu)

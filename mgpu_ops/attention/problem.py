@@ -190,7 +190,7 @@ def backward_spills_outside_loops(config: BackwardConfig) -> int:
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 ROWS = 64  # of a consumer warpgroup: one wgmma writes 64 rows
-SPLIT_HEAD_DIMS = (64, 128, 256)  # that the kernel with `kv_splits` computes as they are; the others: `heads.HEAD_DIMS`
+EIGHT_BIT_HEAD_DIMS = (64, 128, 256)  # of keys and values of 8 bits; of 16 bits: `heads.HEAD_DIMS`
 MAX_WINDOW_COLUMNS = 2**25 - 256  # a window's first column is written 64-fold where heads are no whole panels
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
 PAGE_SIZES = (16, 32, 64, 128, 256)  # tokens: whole swizzle tiles, and such as tiles of keys divide or are divided by
@@ -228,8 +228,8 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"v_head_dim={p.v_head_dim} must be less than head_dim={p.head_dim}, or 0 for the same: pad q and k"
     if p.q_heads * rounded(p.head_dim) > MAX_WINDOW_COLUMNS and rounded(p.head_dim) % PANEL:
         return f"q_heads={p.q_heads} of {rounded(p.head_dim)} are rows of more than {MAX_WINDOW_COLUMNS}: use backend='xla'"
-    if p.q_heads * padded(p.head_dim) > MAX_SIZE:
-        return f"q_heads={p.q_heads} of {padded(p.head_dim)} are rows of more than {MAX_SIZE}: split them, or use backend='xla'"
+    if p.q_heads * (columns := stored_columns(p.head_dim)) > MAX_SIZE:
+        return f"q_heads={p.q_heads} of {columns} are rows of more than {MAX_SIZE}: split them, or use backend='xla'"
     if p.batch * p.q_heads * -(-p.q_tokens // ROWS) > MAX_SIZE:
         return f"{p.batch * p.q_heads} heads of {p.q_tokens} rows are more than the kernels count in 32 bits: split the batch"
     if max(p.window_left, p.window_right) > MAX_WINDOW:
@@ -242,9 +242,9 @@ def reads_eight_bits(problem: Problem) -> str | None:
     p = problem
     if p.kv_dtype not in kv_cache.DTYPES:
         return f"kv_dtype {p.kv_dtype!r} is not one of none, {', '.join(kv_cache.DTYPES)}: cast keys and values"
-    if p.head_dim not in SPLIT_HEAD_DIMS or p.v_head_dim:
+    if p.head_dim not in EIGHT_BIT_HEAD_DIMS or p.v_head_dim:
         return (
-            f"kv_dtype={p.kv_dtype} is for a head_dim of {', '.join(map(str, SPLIT_HEAD_DIMS))} of keys and of values, not "
+            f"kv_dtype={p.kv_dtype} is for a head_dim of {', '.join(map(str, EIGHT_BIT_HEAD_DIMS))} of keys and of values, not "
             f"{p.head_dim} and {p.v_dim}, as padding would copy them at each call: pad them once"
         )
     return splits_keys(p)
@@ -255,10 +255,10 @@ def _supports_pages(p: Problem, gpu: Gpu) -> str | None:
     if p.page_size not in PAGE_SIZES:
         sizes = ", ".join(map(str, PAGE_SIZES))
         return f"page_size={p.page_size} is not one of {sizes}: make pages of such a size, or use backend='xla'"
-    if p.head_dim not in SPLIT_HEAD_DIMS:
+    if p.head_dim not in HEAD_DIMS:
         return (
-            f"head_dim={p.head_dim} is not one of {', '.join(map(str, SPLIT_HEAD_DIMS))}, and to pad it would copy all pages "
-            f"at each call: make pages of {padded(p.head_dim)} columns, zeros at the end, or use backend='xla'"
+            f"head_dim={p.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}, and to pad it would copy all pages "
+            f"at each call: make pages of {rounded(p.head_dim)} columns, zeros at the end, or use backend='xla'"
         )
     if p.v_head_dim:
         return f"v_head_dim={p.v_head_dim} must be 0 with pages, as padding would copy them: pad values to {p.head_dim} columns"
@@ -381,12 +381,16 @@ def splits_keys(problem: Problem) -> str | None:
         what, way_out = f"the kernel with kv_dtype={p.kv_dtype}", "cast keys and values to q's dtype, or use backend='xla'"
     if p.page_size:
         what, way_out = "the kernel with pages", "gather the pages, or use backend='xla'"
-    if p.bias != "none" or p.segments:
+    if p.bias != "none" and (p.eight_bits or p.page_size):  # what a mask hides could not be ignored, were it NaN
         return f"{what} takes no bias, mask or segments: {way_out}"
+    if p.segments:
+        return f"{what} takes no segments: {way_out}"
+    if p.bias != "none" and (size := p.batch * p.q_heads * p.q_tokens * p.kv_tokens) > MAX_SIZE:
+        return f"{what} counts the elements of a bias in 32 bits, and {size} are too many: {way_out}"
     rows = p.q_tokens * (p.q_heads // p.kv_heads)
     if rows > PACKED_ROWS:
         return f"{what} is for {PACKED_ROWS} query tokens times query heads of a head of keys, not {rows}: {way_out}"
-    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) > MAX_SIZE:
+    if p.batch * p.q_tokens * p.q_heads * stored_columns(p.head_dim) > MAX_SIZE:
         return f"the output of {p.batch} batch entries has more elements than {what} counts in 32 bits: {way_out}"
     return None
 
@@ -423,9 +427,10 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
         return f"kv_splits={c.kv_splits} must be from 0 to {MAX_SPLITS}"
     if c.kv_cluster not in KV_CLUSTERS or c.kv_splits % c.kv_cluster:
         return f"kv_cluster={c.kv_cluster} must be 1, 2, 4, 8 or 16 and divide kv_splits={c.kv_splits}"
-    if p.batch * p.q_tokens * p.q_heads * padded(p.head_dim) * (c.kv_splits // c.kv_cluster) > MAX_SIZE:
+    if p.batch * p.q_tokens * p.q_heads * stored_columns(p.head_dim) * (c.kv_splits // c.kv_cluster) > MAX_SIZE:
         return f"kv_splits={c.kv_splits} makes outputs of more elements than are counted in 32 bits: use fewer, or clusters"
-    if padded(p.head_dim) // c.kv_cluster < 8:
+    values = rounded_values(p.head_dim, p.v_dim)
+    if values // c.kv_cluster < 8:
         return f"kv_cluster={c.kv_cluster} leaves each block fewer than 8 columns of head_dim={p.head_dim}: use 8"
     for name, value in ONE_WARPGROUP.items():
         if getattr(c, name) != value:
@@ -434,7 +439,7 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
         return f"tile_kv={c.tile_kv} must be 64 or 128 with kv_splits={c.kv_splits}"
     if not 2 <= c.max_concurrent_steps <= 16:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 16"
-    if padded(p.head_dim) // 2 + c.tile_kv * 3 // 4 > 200:
+    if values // 2 + c.tile_kv * 3 // 4 > 200:
         return f"tile_kv={c.tile_kv} leaves no registers for the output of head_dim={p.head_dim}: use 64"
     if c.kv_cluster > PORTABLE_CLUSTER and blocks_of_an_sm(p, c, gpu) < 2:
         return f"kv_cluster={c.kv_cluster} needs blocks of which an SM holds two: use fewer steps, or a cluster of 8"
@@ -451,12 +456,16 @@ def blocks_of_an_sm(problem: Problem, config: Config, gpu: Gpu) -> int:
 
 def split_smem_bytes(problem: Problem, config: Config) -> int:
     """Bytes of shared memory of a thread block of the kernel with `kv_splits`. What a cluster receives lies where keys lay."""
-    c, d, cluster = config, padded(problem.head_dim), config.kv_cluster
-    stored: list[limits.Buffer] = [((stages, c.tile_kv, d), problem.kv_itemsize) for stages in split_stages(c)]
+    c, d, cluster = config, rounded(problem.head_dim), config.kv_cluster
+    v_d = rounded_values(problem.head_dim, problem.v_dim)
+    stored: list[limits.Buffer] = [
+        ((stages, c.tile_kv, columns), problem.kv_itemsize) for stages, columns in zip(split_stages(c), (d, v_d), strict=True)
+    ]
     if problem.eight_bits:
         stored.append(((c.tile_kv, d), 2))  # a tile as 16-bit floats
     keys = limits.block_bytes(stored, 0)
-    inbox = limits.block_bytes([((ROWS, d), 4), ((cluster, ROWS), 4), ((2,), 4)], 0) if cluster > 1 else 0
+    columns = cluster * limits.columns_of_a_block(v_d, cluster)
+    inbox = limits.block_bytes([((ROWS, columns), 4), ((cluster, ROWS), 4), ((2,), 4)], 0) if cluster > 1 else 0
     pages = page_indices(problem, c)
     buffers: list[limits.Buffer] = [((max(keys, inbox),), 1)]
     buffers += [((pages,), 4)] if pages else []
@@ -562,9 +571,9 @@ def dq_value_steps(problem: BackwardProblem) -> int:
     return 1 if rounded(problem.head_dim) > 128 else 2
 
 
-def padded(head_dim: int) -> int:
-    """The head dim that the kernel with `kv_splits` computes with: the next of `SPLIT_HEAD_DIMS`."""
-    return next(d for d in SPLIT_HEAD_DIMS if d >= head_dim)
+def stored_columns(head_dim: int) -> int:
+    """Columns of a row of an output that the kernel with `kv_splits` leaves to another to add up: a power of two from 64 on."""
+    return max(64, 1 << (head_dim - 1).bit_length())
 
 
 def bias_steps(problem: Problem, config: Config, gpu: Gpu) -> int:

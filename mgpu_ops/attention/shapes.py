@@ -14,6 +14,10 @@ def _mha(head_dim: int, batch: int, tokens: int, heads: int, kv_heads: int | Non
     return Problem(batch, tokens, tokens, heads, kv_heads or heads, head_dim, **mask)
 
 
+def _decode_mha(head_dim: int, batch: int, kv_tokens: int, heads: int, kv_heads: int | None = None, **mask: Any) -> Problem:
+    return Problem(batch, 1, kv_tokens, heads, kv_heads or heads, head_dim, **mask)
+
+
 def _of(model: str, batch: int, tokens: int, **mask: Any) -> Problem:
     heads = MODELS[model].attention["attention"]
     return _mha(heads.head_dim, batch, tokens, heads.q_heads, heads.kv_heads, causal=True, **mask)
@@ -86,6 +90,17 @@ _HEADS: dict[str, Problem] = {  # head dims other than 64, 128 and 256
     "deepseek-v3-16384-causal": _mha(192, 1, 16384, 16, causal=True, v_head_dim=128),  # 16 heads: one GPU of eight
     "zamba2-7b-4096-causal": _mha(224, 1, 4096, 32, causal=True),
 }
+_DECODE_HEADS: dict[str, Problem] = {  # likewise
+    "stablelm-3b-decode-16x4096": _decode_mha(80, 16, 4096, 32),
+    "phi3-mini-decode-1x4096": _decode_mha(96, 1, 4096, 32),
+    "phi3-mini-decode-16x4096": _decode_mha(96, 16, 4096, 32),
+    "phi3-mini-decode-paged16-16x4096": _decode_mha(96, 16, 4096, 32, page_size=16),
+    "gpt-neox-20b-decode-64x2048-lengths": _decode_mha(96, 64, 2048, 64, lengths=True),
+    "mha112-decode-16x4096": _decode_mha(112, 16, 4096, 32),
+    "stablelm2-12b-decode-16x4096": _decode_mha(160, 16, 4096, 32, 8),
+    "nemotron4-340b-decode-8x8192": _decode_mha(192, 8, 8192, 96, 8),
+    "zamba2-7b-decode-16x4096": _decode_mha(224, 16, 4096, 32),
+}
 _PAGED: dict[str, Problem] = {
     f"{model}-decode-paged{page_size}-{batch}x{kv_tokens}{'-lengths' * lengths}": _decode(
         model, batch, kv_tokens, page_size=page_size, lengths=lengths
@@ -121,15 +136,16 @@ _EIGHT_BITS: dict[str, Problem] = {  # a quantized KV cache
     for label, kv_dtype in (("fp8", "float8_e4m3fn"), ("int8", "int8"))
     if name in _ALSO_IN_EIGHT_BITS
 }
-SHAPES = _LONG | _HEADS | _DECODE | _SINKS | _PAGED | _EIGHT_BITS
+SHAPES = _LONG | _HEADS | _DECODE | _DECODE_HEADS | _SINKS | _PAGED | _EIGHT_BITS
 SUITES: dict[str, Sequence[str]] = {
     "llm": list(_LONG),
     **{f"d{d}": [name for name, p in _LONG.items() if p.head_dim == d] for d in (64, 128, 256)},
     "heads": list(_HEADS),
     "decode": list(_DECODE),
+    "decode-heads": list(_DECODE_HEADS),
     "sinks": list(_SINKS),
     "paged": list(_PAGED),
     "kv8": list(_EIGHT_BITS),
 }
 BACKWARD_SHAPES = {name: BackwardProblem(**dataclasses.asdict(p)) for name, p in (_LONG | _HEADS).items()}
-BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name not in ("decode", "sinks", "paged", "kv8")}
+BACKWARD_SUITES = {name: names for name, names in SUITES.items() if name in ("llm", "d64", "d128", "d256", "heads")}

@@ -16,7 +16,8 @@ import pytest
 
 import mgpu_ops
 from mgpu_ops import MatmulProblem, spec_of
-from mgpu_ops.attention.problem import Problem, padded
+from mgpu_ops.attention.heads import rounded
+from mgpu_ops.attention.problem import Problem
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.registry import database, resolution, winner
 from mgpu_ops.registry.spec import baseline_of
@@ -34,7 +35,7 @@ def kind_of(op: str, problem: Any) -> tuple[Any, ...]:
     """What of a problem, its sizes apart, decides which code its kernel is made of."""
     if isinstance(problem, Problem):
         flags = [v for v in vars(problem).values() if isinstance(v, str | bool)]
-        return padded(problem.head_dim), problem.q_heads == problem.kv_heads, problem.left is None, problem.right, *flags
+        return rounded(problem.head_dim), problem.q_heads == problem.kv_heads, problem.left is None, problem.right, *flags
     arrays = jax.eval_shape(functools.partial(spec_of(op).inputs, problem), jax.random.key(0))
     flags = [v for name, v in vars(problem).items() if not isinstance(v, int) and name != "spread"]  # that sizes are drawn with
     return *flags, *(x.ndim for x in arrays)
@@ -73,7 +74,7 @@ def mostly(op: str, problem: Any, config: Any) -> tuple[Any, ...]:
     """What of a problem decides most of its kernel: of attention the head dims, few queries and the pass, but not the mask."""
     if not isinstance(problem, Problem):
         return kind_of(op, problem)
-    return padded(problem.head_dim), problem.v_dim, problem.q_tokens <= 16, getattr(config, "mode", "")
+    return rounded(problem.head_dim), problem.v_dim, problem.q_tokens <= 16, getattr(config, "mode", "")
 
 
 def size(config: Any) -> int:

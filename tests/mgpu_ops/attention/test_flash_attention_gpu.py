@@ -328,7 +328,13 @@ DECODING: dict[str, tuple[Shape, dict[str, Any]]] = {
     "one token, 4 heads of queries a head of keys": (Shape(3, 1, 5000, 8, 2, 128), {}),
     "one token, lengths": (Shape(4, 1, 3000, 8, 1, 64), {"kv_lengths": [3000, 0, 1, 1733], "causal": True}),
     "one token, window, soft cap": (Shape(2, 1, 2100, 4, 2, 256), {"window": (700, None), "soft_cap": 20.0}),
-    "one token, one head each, head_dim padded": (Shape(2, 1, 777, 3, 3, 80), {}),
+    "one token, one head each, head_dim padded": (Shape(2, 1, 777, 3, 3, 72), {}),
+    "one token, head_dim of 80, lengths": (Shape(3, 1, 1777, 6, 3, 80), {"kv_lengths": [1777, 0, 900]}),
+    "one token, head_dim of 96": (Shape(2, 1, 2048, 8, 8, 96), {}),
+    "three tokens, head_dim of 112, causal": (Shape(2, 3, 1000, 8, 2, 112), {"causal": True}),
+    "one token, head_dim of 160, window": (Shape(2, 1, 1500, 8, 2, 160), {"window": (700, None)}),
+    "one token, head_dim of 192": (Shape(2, 1, 900, 4, 2, 192), {}),
+    "one token, head_dim of 224": (Shape(2, 1, 900, 4, 2, 224), {}),
     "eight tokens, causal, rows that fill two tiles": (Shape(2, 8, 2500, 12, 1, 128), {"causal": True}),
     "sixteen tokens, lengths, causal, window": (
         Shape(2, 16, 1500, 4, 2, 64),
@@ -344,6 +350,25 @@ def test_split_keys_are_right_and_so_are_their_gradients(name, kv_splits, kv_clu
     config = FORWARD.Config(tile_kv=64, max_concurrent_steps=3, kv_splits=kv_splits, kv_cluster=kv_cluster, **ONE_WARPGROUP)
     arrays = qkv(shape, BF16)
     assert_true(with_gradients(arrays, config=config, **kwargs), arrays, assert_close, **kwargs)
+
+
+@pytest.mark.parametrize(("kv_splits", "kv_cluster"), [(1, 1), (8, 8), (16, 8)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kwargs"),
+    [
+        (Shape(3, 1, 2100, 8, 2, 128), "bfloat16", {"soft_cap": 20.0}),
+        (Shape(2, 3, 1777, 4, 2, 96), "float32", {"causal": True}),
+        (Shape(2, 16, 1501, 4, 1, 64), "float16", {"kv_lengths": [1501, 300], "q_lengths": [16, 3]}),
+    ],
+    ids=["16 bits", "32 bits in odd rows, head_dim of 96", "16 bits in odd rows, lengths"],
+)
+def test_split_keys_with_a_bias_and_a_mask_are_right(shape, dtype, kwargs, kv_splits, kv_cluster, assert_close):
+    q, k, v = qkv(shape, BF16)
+    bias = normal(7, shape.batch, shape.q_heads, shape.q_tokens, shape.kv_tokens, dtype=dtype)
+    mask = np.random.default_rng(0).random((shape.batch, 1, 1, shape.kv_tokens)) < 0.5
+    config = FORWARD.Config(tile_kv=64, max_concurrent_steps=2, kv_splits=kv_splits, kv_cluster=kv_cluster, **ONE_WARPGROUP)
+    run = functools.partial(flash_attention, bias=bias, mask=mask, config=config, backend="mosaic", **kwargs)
+    assert_close(run(q, k, v), cases.truth(q, k, v, bias=bias, mask=mask, **kwargs)["out"], BF16)
 
 
 def test_split_keys_have_the_same_bits_in_every_run_and_nan_in_padding_has_no_say():
@@ -365,7 +390,14 @@ def test_a_cluster_of_16_is_right(assert_close):
     assert_true(with_gradients(arrays, config=config), arrays, assert_close)
 
 
-@pytest.mark.parametrize("name", [*FORWARD.suites["decode"], *(n for n in FORWARD.suites["sinks"] if "-decode-" in n)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *FORWARD.suites["decode"],
+        *(n for n in FORWARD.suites["decode-heads"] if "paged" not in n),
+        *(n for n in FORWARD.suites["sinks"] if "-decode-" in n),
+    ],
+)
 def test_default_of_a_decoding_problem_is_right(name):
     problem = FORWARD.shapes[name]
     arrays = jax.jit(functools.partial(FORWARD.inputs, problem))(jax.random.key(0))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from mgpu_ops import SPECS
 from mgpu_ops.attention import cudnn, model
+from mgpu_ops.attention.heads import rounded
 from mgpu_ops.attention.mask import MaskTerms, kv_blocks, q_blocks
-from mgpu_ops.attention.problem import BackwardProblem, Problem, deals_tiles, padded
+from mgpu_ops.attention.problem import BackwardProblem, Problem, deals_tiles
 from mgpu_ops.core import gpu
 from tests.mgpu_ops.attention import cases
 from tests.thorough import examples
@@ -341,7 +342,7 @@ def assert_distances(x: Any, y: Any) -> None:
     there = model.distance(x, y)
     assert there == pytest.approx(model.distance(y, x))
     assert there is None or (there > 0) == (x != y)
-    if padded(x.head_dim) != padded(y.head_dim) or (x.bias == "none") != (y.bias == "none"):
+    if rounded(x.head_dim) != rounded(y.head_dim) or (x.bias == "none") != (y.bias == "none"):
         assert there is None
 
 

@@ -47,6 +47,18 @@ CASES: dict[str, tuple[Any, Any]] = {
         replace(SPLIT[16], max_concurrent_steps=2),
     ),
     "a cluster, head_dim padded": (P(1, 1, 700, 3, 1, 72, causal=True), replace(SPLIT[2], max_concurrent_steps=2)),
+    "head_dim of 96 in panels of two widths, a cluster of eight of which six have columns": (
+        P(1, 1, 700, 6, 3, 96),
+        replace(SPLIT[8], max_concurrent_steps=2),
+    ),
+    "head_dim of 80, lengths, clusters that another kernel adds up": (
+        P(2, 2, 330, 6, 3, 80, causal=True, lengths=True, sinks=True),
+        replace(SPLIT[4], kv_cluster=2),
+    ),
+    "head_dim of 112, one block, tiles that divide the keys": (P(2, 1, 256, 3, 3, 112, "float16"), ONE),
+    "head_dim of 160, window, a cluster of two": (P(1, 3, 300, 4, 2, 160, causal=True, window_left=150), SPLIT[2]),
+    "values of 128 beside keys of 192": (P(1, 2, 300, 4, 1, 192, v_head_dim=128, lengths=True), SPLIT[4]),
+    "head_dim of 224, no cluster": (P(1, 1, 200, 2, 1, 224), replace(ONE, kv_splits=2, max_concurrent_steps=2)),
     "lengths, causal, tiles of 128 keys": (
         P(3, 2, 300, 2, 1, 64, causal=True, lengths=True),
         replace(SPLIT[4], tile_kv=128, max_concurrent_steps=2),
@@ -57,6 +69,15 @@ CASES: dict[str, tuple[Any, Any]] = {
     "head_dim of 256": (P(1, 1, 130, 2, 1, 256), replace(SPLIT[2], max_concurrent_steps=2)),
     "sinks, grouped heads, rows that see nothing": (P(1, 3, 130, 4, 2, 64, lengths=True, causal=True, sinks=True), SPLIT[2]),
     "fewer keys than query tokens, so that the first see none": (P(1, 9, 5, 2, 2, 64, causal=True), SPLIT[2]),
+    "a bias, grouped heads, lengths": (P(2, 1, 330, 4, 2, 64, bias="bfloat16", lengths=True), SPLIT[2]),
+    "a bias of 32 bits in odd rows, soft cap, causal, two tiles, two clusters": (
+        P(1, 3, 181, 23, 1, 64, causal=True, soft_cap=True, bias="float32"),
+        replace(SPLIT[4], kv_cluster=2, max_concurrent_steps=2),
+    ),
+    "a bias of 16 bits in odd rows before the soft cap, sinks, head_dim of 96": (
+        P(2, 2, 131, 4, 2, 96, "float16", soft_cap=True, soft_cap_after_bias=True, bias="float16", sinks=True),
+        replace(SPLIT[2], tile_kv=128, max_concurrent_steps=2),
+    ),
 }
 IN_ALL = [
     "clusters of eight, fewer kv blocks than thread blocks",
@@ -66,13 +87,34 @@ IN_ALL = [
     "no cluster, all added up by XLA",
     "a number of splits that is no power of two",
     "head_dim of 256",
+    "head_dim of 96 in panels of two widths, a cluster of eight of which six have columns",
+    "head_dim of 80, lengths, clusters that another kernel adds up",
+    "values of 128 beside keys of 192",
     "fewer keys than query tokens, so that the first see none",
+    "a bias, grouped heads, lengths",
+    "a bias of 32 bits in odd rows, soft cap, causal, two tiles, two clusters",
+    "a bias of 16 bits in odd rows before the soft cap, sinks, head_dim of 96",
 ]
 
 
 @pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
 def test_split_keys_are_right_and_have_no_race(name, assert_near):
     assert_forward(*CASES[name], assert_near)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 200), (1, 4, 3, 200)], ids=["of entries", "of heads and query tokens"])
+def test_mask_hides_keys_of_entries_or_heads(shape, assert_near):
+    """Also all keys of some rows, which then give zeros; what hidden keys hold has no say."""
+    mask = np.random.default_rng(0).random(shape) < 0.5
+    mask[..., 0, 64:128] = False
+    mask[0, -1] = False
+    mask[..., 10:14] = False
+    q, k, v = cases.qkv(Shape(2, 3, 200, 4, 2, 64), "bfloat16")
+    dirty = [x.at[:, 10:14].set(jnp.nan) for x in (k, v)]
+    with quiet_interpreter():
+        out = flash_attention(q, *dirty, mask=mask, backend="interpret", config=SPLIT[2])
+    assert not engine.races_found()
+    assert_near(out, cases.truth(q, k, v, mask=mask)["out"], 1.5e-2)
 
 
 def test_entries_without_keys_and_nan_in_padding(assert_near):
@@ -133,6 +175,16 @@ COMPILED: dict[str, tuple[Any, Any]] = {
         SPLIT[16],
     ),
     "a cluster of 16": (P(1, 1, 65536, 32, 8, 128), replace(SPLIT[16], kv_cluster=16)),
+    "head_dim of 80, lengths, a cluster of eight of which five have columns": (
+        P(4, 1, 8192, 32, 32, 80, lengths=True),
+        SPLIT[8],
+    ),
+    "head_dim of 96, query tokens": (P(4, 3, 8192, 32, 8, 96, causal=True), SPLIT[4]),
+    "head_dim of 112, soft cap, a last tile of keys that is not whole": (P(4, 1, 8191, 16, 8, 112, soft_cap=True), SPLIT[2]),
+    "head_dim of 160, lengths": (P(4, 1, 8192, 32, 8, 160, lengths=True), SPLIT[4]),
+    "values of 128 beside keys of 192": (P(4, 1, 8192, 16, 16, 192, v_head_dim=128, lengths=True), SPLIT[8]),
+    "a bias, lengths": (P(4, 1, 8192, 32, 8, 128, bias="bfloat16", lengths=True), SPLIT[4]),
+    "a bias of 32 bits in odd rows, query tokens": (P(4, 4, 8191, 32, 8, 128, bias="float32", causal=True), SPLIT[2]),
     "head_dim of 256, soft cap, query tokens": (P(4, 4, 8192, 16, 8, 256, soft_cap=True, lengths=True), SPLIT[2]),
 }
 
@@ -140,7 +192,18 @@ COMPILED: dict[str, tuple[Any, Any]] = {
 @needs_compiler
 @pytest.mark.parametrize(
     "name",
-    thorough.cases(COMPILED, ["head_dim of 64", "a cluster of 16", "head_dim of 256, soft cap, query tokens"]),
+    thorough.cases(
+        COMPILED,
+        [
+            "head_dim of 64",
+            "a cluster of 16",
+            "head_dim of 80, lengths, a cluster of eight of which five have columns",
+            "head_dim of 112, soft cap, a last tile of keys that is not whole",
+            "values of 128 beside keys of 192",
+            "a bias, lengths",
+            "head_dim of 256, soft cap, query tokens",
+        ],
+    ),
 )
 def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
     report = compiled.without_spills(*COMPILED[name])
@@ -149,6 +212,21 @@ def test_split_keys_compile_without_spills_and_meet_once_in_a_cluster(name):
     assert "STAS" in report.sass
     assert len(re.findall("UCGABAR_WAIT", report.sass)) == 2
     assert "MEMBAR" not in report.sass
+
+
+@needs_compiler
+@pytest.mark.parametrize("head_dim", [80, 96, 112, 160, 192])
+def test_keys_and_values_are_read_where_they_lie(head_dim):
+    """Not from padded copies, which would take more bytes than the kernel reads."""
+    problem = P(4, 1, 8192, 8, 8, head_dim, lengths=True)
+    program = aot.program(H200, functools.partial(FORWARD.run, problem, FORWARD.default(problem, H200), H200), *shapes(problem))
+    cache = 2 * 4 * 8192 * 8 * head_dim * 2
+    assert program.argument_bytes >= cache
+    assert program.temporary_bytes < cache / 100
+
+
+def shapes(problem: Any) -> Any:
+    return jax.eval_shape(functools.partial(FORWARD.inputs, problem), jax.random.key(0))
 
 
 @needs_compiler
@@ -202,8 +280,12 @@ def test_few_heads_and_many_keys_fill_the_gpu(batch, kv_heads):
 @pytest.mark.parametrize(
     ("problem", "changes", "reason"),
     [
-        (P(1, 1, 100, 1, 1, 64, bias="bfloat16"), {}, "bias, mask or segments: use kv_splits=0"),
-        (P(1, 1, 100, 1, 1, 64, segments=True), {}, "bias, mask or segments: use kv_splits=0"),
+        (P(1, 1, 100, 1, 1, 64, segments=True), {}, "takes no segments: use kv_splits=0"),
+        (
+            P(2**12, 1, 2**15, 32, 1, 64, bias="bfloat16"),
+            {},
+            "kv_splits counts the elements of a bias in 32 bits, and 4294967296 are too many: use kv_splits=0",
+        ),
         (P(1, 65, 100, 4, 1, 64), {}, "256 query tokens times query heads of a head of keys, not 260"),
         (P(1, 1, 100, 1, 1, 64), {"kv_splits": 257}, "kv_splits=257 must be from 0 to 256"),
         (P(1, 1, 100, 1, 1, 64), {"kv_cluster": 2}, "kv_cluster=2 must be 1, 2, 4, 8 or 16 and divide kv_splits=1"),
@@ -225,8 +307,8 @@ def test_what_cannot_be_split_says_why(problem, changes, reason):
     assert reason in FORWARD.check(problem, replace(ONE, **changes), H200)
 
 
-def test_bias_segments_and_many_rows_run_without_splits():
-    for problem in (P(1, 1, 9, 1, 1, 64, bias="bfloat16"), P(1, 1, 9, 1, 1, 64, segments=True), P(1, 16, 9, 64, 1, 64)):
+def test_segments_and_many_rows_run_without_splits():
+    for problem in (P(1, 1, 9, 1, 1, 64, segments=True), P(1, 16, 9, 64, 1, 64)):
         assert FORWARD.default(problem, H200).kv_splits == 0
 
 

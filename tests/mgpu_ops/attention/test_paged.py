@@ -69,6 +69,11 @@ INTERPRETED: dict[str, tuple[dict[str, Any], Any]] = {
         replace(ONE, kv_splits=4),
     ),
     "a page a tile, head_dim of 128, no lengths": ({"page_size": 64, "pages_each": 3, "batch": 1, "head_dim": 128}, ONE),
+    "head_dim of 96, several pages a tile": (
+        {"page_size": 16, "lengths": (150, 40), "pages_each": 10, "head_dim": 96, "q_heads": 4, "kv_heads": 2},
+        replace(ONE, kv_splits=2, kv_cluster=2),
+    ),
+    "head_dim of 80, pages larger than tiles": ({"page_size": 128, "lengths": (300,), "pages_each": 3, "head_dim": 80}, ONE),
     "head_dim of 256": ({"page_size": 256, "lengths": (300,), "pages_each": 2, "head_dim": 256, "kv_heads": 1}, ONE),
 }
 IN_ALL = list(INTERPRETED)[3:]
@@ -220,10 +225,12 @@ def test_a_pool_of_more_rows_than_the_kernel_counts():
             "page_size=48 is not one of 16, 32, 64, 128, 256: make pages of such a size, or use backend='xla'",
         ),
         (
-            {"head_dim": 96},
-            "head_dim=96 is not one of 64, 128, 256, and to pad it would copy all pages at each call: make pages of",
+            {"head_dim": 72},
+            "head_dim=72 is not one of 64, 80, 96, 112, 128, 160, 192, 224, 256, and to pad it would copy all pages at each "
+            "call: make pages of 80 columns, zeros at the end",
         ),
-        ({"segments": True}, "the kernel with pages takes no bias, mask or segments: gather the pages, or use backend='xla'"),
+        ({"segments": True}, "the kernel with pages takes no segments: gather the pages, or use backend='xla'"),
+        ({"bias": "bfloat16"}, "the kernel with pages takes no bias, mask or segments: gather the pages, or use backend='xla'"),
         ({"q_tokens": 65}, "is for 256 query tokens times query heads of a head of keys, not 260: gather the pages"),
         ({"v_head_dim": 32}, "v_head_dim=32 must be 0 with pages, as padding would copy them: pad values to 64 columns"),
         ({"dtype": "float32"}, "dtype float32 is not one of"),

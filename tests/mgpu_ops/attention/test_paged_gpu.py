@@ -24,7 +24,7 @@ FORWARD = spec_of("flash_attention")
 def drawn(seed: int) -> tuple[dict[str, Any], Any]:
     """What `paged.draw` takes, and a legal config."""
     rng = random.Random(seed)
-    page_size, head_dim, kv_heads = rng.choice(PAGE_SIZES), rng.choice([64, 128, 128, 256]), rng.choice([1, 2, 4])
+    page_size, head_dim, kv_heads = rng.choice(PAGE_SIZES), rng.choice([64, 80, 96, 128, 160, 256]), rng.choice([1, 2, 4])
     q_tokens, group = rng.choice([1, 1, 2, 7, 16]), rng.choice([1, 4, 8])
     batch, pages_each = rng.choice([1, 2, 5]), max(1, rng.choice([100, 1000, 3000]) // page_size)
     tokens = page_size * pages_each

@@ -170,7 +170,7 @@ def test_a_gradient_names_the_way_out():
         ({"kv_dtype": "float8_e5m2"}, "kv_dtype 'float8_e5m2' is not one of none, float8_e4m3fn, int8: cast keys"),
         ({"head_dim": 80}, "kv_dtype=int8 is for a head_dim of 64, 128, 256 of keys and of values, not 80 and 80"),
         ({"q_tokens": 200}, "the kernel with kv_dtype=int8 is for 256 query tokens times query heads of a head of keys"),
-        ({"segments": True}, "the kernel with kv_dtype=int8 takes no bias, mask or segments: cast keys and values"),
+        ({"bias": "bfloat16"}, "the kernel with kv_dtype=int8 takes no bias, mask or segments: cast keys and values"),
     ],
 )
 def test_problems_that_no_kernel_runs_say_why(changes, reason):
