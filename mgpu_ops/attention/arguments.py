@@ -37,6 +37,7 @@ class Call:
     deterministic: bool
     bias_grad: bool  # the bias is more than a mask
     lse_grad: bool  # the logarithms of the rows' sums are a result, and may have a gradient
+    hides: bool  # a mask or segments may hide a token from all others, and what it holds then does not matter
     scale: float  # of the scores, above 0
     config: Config | None
     backward_config: BackwardConfig | None
@@ -133,6 +134,7 @@ class Arguments:
             deterministic=flags.checked("deterministic", self.deterministic),
             bias_grad=self.bias is not None,
             lse_grad=self.lse_grad,
+            hides=self.hides_tokens and self.page_table is None,  # XLA hides where it has gathered the pages
             scale=abs(self.checked_scale()),
             config=_checked_config("config", self.config, Config),
             backward_config=_checked_config("backward_config", self.backward_config, BackwardConfig),

@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.attention.heads import PANEL, Part, panels, parts, rounded, rounded_values, whole
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import as_blocks, as_rows, in_panels, in_rows, pad_head
-from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, opaque
+from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
 from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, ROWS, Config, Problem, page_indices, split_stages, stored_columns
@@ -321,8 +321,10 @@ class _ThreadBlock:
         if _rounds_queries(self.p):
             self._round_queries()
         masks = self._masks
-        unmasked = self.share.unmasked if masks else self.steps
-        softmax = lax.fori_loop(0, unmasked, functools.partial(self._step, False), OnlineSoftmax.start())
+        softmax, unmasked = OnlineSoftmax.start(), 0
+        if not masks or self.p.bias == "none":  # beside a bias there are no registers for two loops
+            unmasked = self.share.unmasked if masks else self.steps
+            softmax = lax.fori_loop(0, unmasked, functools.partial(self._step, False), softmax)
         if masks:
             # ptxas serializes products where it sees that this is one step at most.
             softmax = lax.fori_loop(unmasked, engine.opaque(self.steps), functools.partial(self._step, True), softmax)
@@ -356,14 +358,34 @@ class _ThreadBlock:
         s = engine.accumulated(self.s_acc, 0)
         self._release("k", step)
         # 2. Weights.
-        weights, softmax, rescale = softmax.update(self._scores(s, bias, step, masked), self.smem["q"].dtype)
+        scores = self._scores(s, bias, step, masked)
+        weights, softmax, rescale = softmax.update(scores, self.smem["q"].dtype)
         self.o_acc[...] = engine.accumulated(self.o_acc, 0) * along_rows(rescale, self.o_acc.shape)
         # 3. Weights times values.
         self._wait("v", v_stage, step)
+        if bias is not None:
+            self._zero_unseen(scores.values, v_stage)
         engine.wgmma(self.o_acc, weights, self.smem["wide"] if self.p.eight_bits else self.smem["v"].at[v_stage])
         engine.wgmma_wait(0)
         self._release("v", step)
         return softmax
+
+    def _zero_unseen(self, scores: jax.Array, stage: jax.Array) -> None:
+        """Writes zeros over the values of keys that none of the tile's rows sees: a weight of 0 times NaN would be NaN."""
+        largest, seen = jnp.max(scores, axis=0), self.smem["seen"]
+        seen[...] = largest
+        engine.warpgroup_barrier()
+
+        @pl.when(jnp.min(largest) == -jnp.inf)
+        def write() -> None:
+            part = whole(self.p.v_dim)
+            for first in range(0, self.c.tile_kv, ROWS):
+                unseen = load_per_row(seen.at[pl.ds(first, ROWS)]) == -jnp.inf
+                for panel in range(part.panels):  # registers are scarce
+                    values = self.smem["v"].at[stage, pl.ds(first, ROWS), pl.ds(part.column(panel), part.panel)]
+                    tile = load_tile(values)
+                    values[...] = jnp.where(along_rows(unseen, tile.shape), jnp.zeros((), tile.dtype), tile)
+            plgpu.commit_smem()
 
     def _wait(self, what: Literal["k", "v"], stage: jax.Array, step: jax.Array) -> None:
         """Waits for a tile. One of 8 bits is written to where it is multiplied, as float16, and its stage filled again."""
@@ -386,26 +408,28 @@ class _ThreadBlock:
         return self.smem[part.name("k")].at[stage, panel]
 
     def _bias(self, step: jax.Array) -> jax.Array:
-        """Of the tile of a step: each row's part of a row of the bias, which is read where it lies. float32."""
+        """Of the tile of a step: each row's part of a row of the bias, which is read where it lies."""
         p, (batch, heads) = self.p, self.x.optional.bias_shape
         token, head = self._indices(jnp.minimum(self.packing.row_numbers(self.at), self.packing.rows - 1))
         row = (self.at.batch if batch > 1 else 0) * heads * p.q_tokens + token + (head * p.q_tokens if heads > 1 else 0)
         first = self.share.kv_block(step) * self.c.tile_kv
         even = p.kv_tokens % 2 == 0
-        tile = load_columns(self.x.inputs.bias, row * p.kv_tokens + first, self.c.tile_kv, p.kv_tokens - first, even)
-        return tile.astype(jnp.float32)
+        return load_columns(self.x.inputs.bias, row * p.kv_tokens + first, self.c.tile_kv, p.kv_tokens - first, even)
 
     def _scores(self, s: jax.Array, bias: jax.Array | None, step: jax.Array, masked: bool) -> Scores:
         p = self.p
         factor: Any = self.factor
+        bias = None if bias is None else bias.astype(jnp.float32)  # not before: registers are scarce
         if p.soft_cap and p.eight_bits:
             s = s * self.x.kv_scale("k", self.at)
         if bias is not None and p.soft_cap_after_bias:
-            s = jnp.where(bias == -jnp.inf, -jnp.inf, self.x.capped(s, bias))
+            s = self.x.capped(s, bias)
         elif p.soft_cap:
             s = self.x.capped(s)
         if bias is not None and not p.soft_cap_after_bias:  # not yet times log2(e): that is part of the exponentials' arguments
             s, factor = s * (factor * (1 / LOG2E)) + bias, LOG2E
+        if bias is not None:  # also of NaN
+            s = jnp.where(bias == -jnp.inf, -jnp.inf, s)
         if masked:
             s = jnp.where(self._sees(step, s.shape), s, -jnp.inf)
         return Scores(s, factor)
@@ -594,6 +618,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
             **({"page_table": plgpu.Barrier(num_arrivals=indices // chunk)} if indices else {}),
         },
         **table,
+        **({"seen": plgpu.SMEM((c.tile_kv,), jnp.float32)} if p.bias != "none" else {}),
     }
 
 

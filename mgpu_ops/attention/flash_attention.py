@@ -223,9 +223,6 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     if inputs.kv_scales is not None and _become_wide(call.problem(q, k, v, inputs)):
         k, v = (_in_dtype(q.dtype, x, scale) for x, scale in zip((k, v), inputs.kv_scales, strict=True))
         inputs = dataclasses.replace(inputs, kv_scales=None)
-    if arguments.hides_tokens and inputs.page_table is None:  # XLA does it where it has gathered the pages
-        # In a kernel, the NaN of a token that nothing sees, times a weight of 0, would be NaN.
-        q, k, v = zero_unseen(call.problem(q, k, v, inputs), inputs, q, k, v)
     if arguments.checked_scale() < 0:  # the kernel takes the largest score before it scales
         q = -q
     if (more := v.shape[-1] - q.shape[-1]) > 0:  # zeros add nothing to any score
@@ -312,7 +309,11 @@ def forward_product(call: Call) -> Callable[..., Any]:
     """(q, k, v, inputs) to (output, lse): one kernel, or XLA. Jitted, so that eager calls trace once."""
 
     def one_device(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs) -> Any:
-        problem, arrays = call.problem(q, k, v, inputs), (q, k, v, *inputs.arrays())
+        problem = call.problem(q, k, v, inputs)
+        if call.hides and not _ignores_unseen(call, problem):
+            # In a kernel, the NaN of a token that nothing sees, times a weight of 0, would be NaN.
+            q, k, v = zero_unseen(problem, inputs, q, k, v)
+        arrays = q, k, v, *inputs.arrays()
         through_cudnn = None if cudnn.refuses(problem) else functools.partial(cudnn.forward, problem, call.scale)
         return dispatch.run(FORWARD, problem, arrays, config=call.config, backend=call.backend, instead=through_cudnn)
 
@@ -330,6 +331,12 @@ def forward_product(call: Call) -> Callable[..., Any]:
     return run
 
 
+def _ignores_unseen(call: Call, problem: Problem) -> bool:
+    """Whether the call runs in a kernel that itself ignores keys and values which no row sees."""
+    kernel: Any = dispatch.kernel_of(FORWARD, problem, config=call.config, backend=call.backend)
+    return kernel is not None and kernel[0].kv_splits > 0 and problem.bias != "none"
+
+
 @functools.cache
 def backward_product(call: Call) -> Callable[..., Any]:
     """(q, k, v, inputs, gradient of the output, lse, delta, output) to the gradients of q, k, v and the bias if any."""
@@ -345,6 +352,8 @@ def backward_product(call: Call) -> Callable[..., Any]:
         out: jax.Array,
     ) -> Any:
         fields = dataclasses.asdict(call.problem(q, k, v, inputs))
+        if call.hides:
+            q, k, v = zero_unseen(Problem(**fields), inputs, q, k, v)
         problem = BackwardProblem(**fields, deterministic=call.deterministic, bias_grad=call.bias_grad)
         arrays = q, k, v, out_grad, lse, delta, *inputs.arrays()
         through_cudnn: Any = None

@@ -469,7 +469,9 @@ def split_smem_bytes(problem: Problem, config: Config) -> int:
     pages = page_indices(problem, c)
     buffers: list[limits.Buffer] = [((max(keys, inbox),), 1)]
     buffers += [((pages,), 4)] if pages else []
-    buffers += [((ROWS, d), 2), ((limits.REDUCTIONS,), 1)]
+    buffers += [((ROWS, d), 2)]
+    buffers += [((c.tile_kv,), 4)] if problem.bias != "none" else []  # seen
+    buffers += [((limits.REDUCTIONS,), 1)]
     return limits.block_bytes(buffers, barriers=1 + sum(split_stages(c)) + (1 if pages else 0))
 
 

@@ -225,6 +225,17 @@ def test_keys_and_values_are_read_where_they_lie(head_dim):
     assert program.temporary_bytes < cache / 100
 
 
+@needs_compiler
+def test_a_mask_costs_no_copy_of_keys_and_values():
+    q, cache = jax.ShapeDtypeStruct((4, 1, 8, 128), "bfloat16"), jax.ShapeDtypeStruct((4, 8192, 8, 128), "bfloat16")
+    mask = jax.ShapeDtypeStruct((4, 1, 1, 8192), "bool")
+    program = aot.program(
+        H200, lambda q, k, v, mask: flash_attention(q, k, v, mask=mask, backend="mosaic"), q, cache, cache, mask
+    )
+    assert program.launches >= 1
+    assert program.temporary_bytes < 2 * 4 * 8192 * 8 * 128 * 2 / 50
+
+
 def shapes(problem: Any) -> Any:
     return jax.eval_shape(functools.partial(FORWARD.inputs, problem), jax.random.key(0))
 
