@@ -8,7 +8,7 @@ them, and by as many thread blocks as there is room for:
 - *Split keys.* The kv blocks that a tile sees are dealt to `kv_splits` thread blocks in turn (`_Share`). Those of a
   cluster then send each other columns of their outputs through distributed shared memory (`cluster.ClusterColumns`), and each
   stores its columns of the sum: there is no second pass over memory. Several clusters write an output each, a few rows, which a
-  second kernel adds up (`_add_up`): XLA takes two for it.
+  second kernel adds up (`add_up`): XLA takes two for it.
 - *Pages.* A thread block first copies its share of the table of pages to shared memory. Each tile of keys (and of values) is
   then loaded by a copy for each of its pages, or for its part of one; all else is as without pages.
 - *Keys and values of 8 bits* are half of the bytes to read. All threads write a tile to shared memory once more, as float16,
@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.decode_sum import COLUMNS, add_up, finished, merged
 from mgpu_ops.attention.heads import PANEL, Part, panels, parts, rounded, rounded_values, whole
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import as_blocks, as_rows, in_panels, in_rows, pad_head
@@ -42,7 +43,7 @@ from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
 from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, ROWS, Config, Problem, page_indices, split_stages, stored_columns
-from mgpu_ops.attention.softmax import LOWEST, OnlineSoftmax, Scores
+from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterColumns, Exchange
 from mgpu_ops.core.gpu import Gpu
@@ -454,10 +455,10 @@ class _ThreadBlock:
         partial = softmax.normalise(engine.accumulated(self.o_acc, 0), some_see_nothing=True, rescale=scale)
         lse = jnp.where(softmax.row_sum == 0, -jnp.inf, softmax.row_max + jnp.log2(softmax.row_sum))
         parts = exchange(partial, lse)
-        total, log_sum = _merged(parts)
+        total, log_sum = merged(parts)
         if self.c.kv_cluster == self.c.kv_splits:  # else there are other parts to come
             sinks = self._sinks(rows) if self.p.sinks else None
-            total, log_sum = _finished(total, log_sum, sinks)
+            total, log_sum = finished(total, log_sum, sinks)
         at, split = self._offsets(rows), lax.axis_index("split")
         first, columns = split * total.shape[1], _columns(self.p, self.c)
 
@@ -494,29 +495,6 @@ class _ThreadBlock:
         """Query token and query head of packed rows."""
         token = self.packing.tokens(rows)
         return token, self.at.head * self.packing.group + rows - token * self.packing.group
-
-
-def _weights(logs: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
-    """What outputs over some keys each count in the output over all of them, and log2 of its sum of exponentials.
-
-    logs: the same of each part's keys, -inf for none.
-    """
-    largest = functools.reduce(jnp.maximum, logs)
-    largest = jnp.maximum(largest, LOWEST)  # -inf less -inf would be NaN
-    weights = [jnp.exp2(log - largest) for log in logs]
-    total: Any = functools.reduce(lambda x, y: x + y, weights)
-    inverse = jnp.where(total == 0, 0.0, 1.0 / total)
-    return [weight * inverse for weight in weights], largest + jnp.log2(total)
-
-
-def _merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """The output over all keys, from those over some keys each: (output, log2 of the row's sum of exponentials, -inf for none).
-
-    The logarithm of the sum likewise. Outputs are [rows, columns], logarithms [rows].
-    """
-    weights, log_sum = _weights([log for _, log in parts])
-    outs = (out * along_rows(weight, out.shape) for (out, _), weight in zip(parts, weights, strict=True))
-    return functools.reduce(lambda x, y: x + y, outs), log_sum
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -577,13 +555,13 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         out_type=(
             jax.ShapeDtypeStruct((rows * columns,), p.dtype)
             if clusters == 1
-            else jax.ShapeDtypeStruct((clusters * rows * columns + _COLUMNS,), jnp.float32),
+            else jax.ShapeDtypeStruct((clusters * rows * columns + COLUMNS,), jnp.float32),
             jax.ShapeDtypeStruct((clusters * rows,), jnp.float32),
         ),
         scratch_types=_scratch(p, c),
     )(*flat)
     if clusters > 1:
-        out, lse = _add_up(p, clusters, out, lse, inputs.sinks if p.sinks else None, interpret)
+        out, lse = add_up(p, clusters, out, lse, inputs.sinks if p.sinks else None, interpret)
     out = out[: rows * columns].reshape(p.batch, p.q_tokens, p.q_heads, columns)
     return out[..., :v_dim], lse.reshape(p.batch, p.q_heads, p.q_tokens)
 
@@ -640,91 +618,3 @@ def _without_needless_bounds(p: Problem) -> Problem:
     """The only query is aligned with the last key: no bound to the right hides anything from it."""
     alone = p.q_tokens == 1 and p.align == "bottom_right"
     return dataclasses.replace(p, causal=False, window_right=-1) if alone else p
-
-
-_COLUMNS = 128  # that a thread block of `_add_up` computes, one a thread
-
-
-def _add_up(
-    p: Problem, parts: int, outs: jax.Array, lses: jax.Array, sinks: jax.Array | None, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The output over all keys and its lse from those of the clusters, by a kernel: `_merged`, then `_finished`.
-
-    outs: float32 [parts, batch, q_tokens, q_heads, `stored_columns`], flat and with room for `_COLUMNS` at the end. lses:
-    float32 [parts, batch, q_heads, q_tokens], flat. sinks: [q_heads] or [batch * q_heads], or None. Returns both flat, the
-    output with such room.
-    """
-    columns, rows = stored_columns(p.v_dim), lses.size // parts
-    size = rows * columns
-
-    def body(outs: Any, lses: Any, *given: Any) -> None:
-        *sinks, out, lse = given
-        start = lax.axis_index("block") * _COLUMNS
-        shares, log_sums = [], []
-        for n in range(max(1, _COLUMNS // columns)):  # rows of this block
-            row = jnp.minimum(lax.div(start, jnp.int32(columns)) + n, rows - 1)
-            entry, head, at = _places(p, row)
-            weights, log_sum = _weights([lses[part * rows + at] for part in range(parts)])
-            factor = None
-            if sinks:
-                shared = 0 if sinks[0].shape[0] == p.q_heads else entry * p.q_heads
-                factor, log_sum = _with_sink(log_sum, sinks[0][shared + head])
-            else:
-                log_sum = jnp.where(log_sum == -jnp.inf, jnp.inf, log_sum * (1 / LOG2E))
-            shares.append(weights if factor is None else [weight * factor for weight in weights])
-            log_sums.append((at, log_sum))
-        layout = plgpu.Layout.WG_STRIDED((_COLUMNS,), vec_size=1)
-        first = plgpu.broadcasted_iota(jnp.int32, (_COLUMNS,), 0, layout=layout) < columns
-        total: Any = 0.0
-        for part in range(parts):
-            share = shares[0][part]
-            if len(shares) > 1:
-                share = jnp.where(first, share, shares[1][part])
-            total += plgpu.load(outs.at[pl.ds(part * size + start, _COLUMNS)], optimized=False) * share
-        # Given to the sum alone: Mosaic's search for layouts, which calls itself, would go deeper with each load that has one.
-        out[pl.ds(start, _COLUMNS)] = plgpu.layout_cast(total, layout).astype(out.dtype)
-
-        @pl.when(lax.rem(start, jnp.int32(columns)) == 0)
-        def store_log_sums() -> None:  # where a row's first columns are
-            for at, log_sum in log_sums:
-                lse[at] = log_sum
-
-    return engine.kernel(
-        body,
-        engine.Launch(
-            "mgpu_ops_flash_decoding_sum",
-            {"block": -(-size // _COLUMNS)},
-            warpgroups=1,
-            approx_math=True,
-            interpret=interpret,
-            share=0.0,
-        ),
-        out_type=(
-            jax.ShapeDtypeStruct((-(-size // _COLUMNS) * _COLUMNS,), p.dtype),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-        ),
-        scratch_types={},
-    )(outs, lses, *([] if sinks is None else [sinks]))
-
-
-def _places(p: Problem, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Batch entry and head of a row of [batch, q_tokens, q_heads], and which one of [batch, q_heads, q_tokens] it is."""
-    token, head = lax.div(row, jnp.int32(p.q_heads)), lax.rem(row, jnp.int32(p.q_heads))
-    entry, token = lax.div(token, jnp.int32(p.q_tokens)), lax.rem(token, jnp.int32(p.q_tokens))
-    return entry, head, (entry * p.q_heads + head) * p.q_tokens + token
-
-
-def _with_sink(log_sum: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """By what a sink scales the output of a row, and the row's lse as `_finished` has it."""
-    keys = OnlineSoftmax(jnp.maximum(log_sum, LOWEST), jnp.where(log_sum == -jnp.inf, 0.0, 1.0))
-    softmax, rescale = keys.with_sink(sink * LOG2E)
-    return jnp.where(softmax.row_sum == 0, 0.0, rescale / softmax.row_sum), softmax.log_sum_exp()
-
-
-def _finished(out: jax.Array, lse: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Output and lse of all keys with the rows' sinks, and lse as backward wants it: +inf for a row that sees nothing."""
-    if sinks is not None:
-        keys = OnlineSoftmax(jnp.maximum(lse, LOWEST), jnp.where(lse == -jnp.inf, 0.0, 1.0))
-        softmax, rescale = keys.with_sink(sinks * LOG2E)
-        return softmax.normalise(out, some_see_nothing=True, rescale=rescale), softmax.log_sum_exp()
-    return out, jnp.where(lse == -jnp.inf, jnp.inf, lse * (1 / LOG2E))

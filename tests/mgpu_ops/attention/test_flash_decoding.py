@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mgpu_ops import flash_attention, spec_of
-from mgpu_ops.attention import decode
+from mgpu_ops.attention import decode_sum
 from mgpu_ops.attention.problem import MAX_SPLITS, ONE_WARPGROUP
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.registry import database
@@ -139,7 +139,7 @@ def test_outputs_of_parts_are_weighted_by_their_sums_of_exponentials(sinks, asse
     sink = cases.normal(2, 5) if sinks else None
     flat = jnp.pad(outs.reshape(-1), (0, 128), constant_values=jnp.nan)
     with quiet_interpreter():
-        out, lse = decode._add_up(problem, 3, flat, lses.reshape(-1), sink, interpret=True)
+        out, lse = decode_sum.add_up(problem, 3, flat, lses.reshape(-1), sink, interpret=True)
     weights = np.exp2(np.float64(lses)).swapaxes(2, 3)  # [parts, batch, q_tokens, q_heads]
     total = weights.sum(0)
     sums = np.where(total == 0, 0, total + (np.exp(np.float64(sink)) if sinks else 0))
@@ -257,7 +257,7 @@ def test_as_many_parts_as_a_config_may_have_are_added_up():
     arrays = jax.ShapeDtypeStruct((parts * 64 + 128,), jnp.float32), jax.ShapeDtypeStruct((parts,), jnp.float32)
     context, place = aot.elsewhere(H200)
     with context:
-        jax.jit(lambda outs, lses: decode._add_up(problem, parts, outs, lses, None, False)).lower(*place(arrays))
+        jax.jit(lambda outs, lses: decode_sum.add_up(problem, parts, outs, lses, None, False)).lower(*place(arrays))
 
 
 # --- which problems it is for
