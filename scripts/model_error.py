@@ -33,6 +33,7 @@ PING_PONG = "2026-11-22-h200-matmul-pingpong.jsonl.gz"
 ANYWHERE = "2026-11-23-h200-matmul-anywhere-tuned.jsonl"
 ALTERNATIVES = "2026-11-24-h200-matmul-drawn-2411-configs.jsonl"
 FEW_ROWS = "2026-11-23-h200-matmul-few-rows-configs.jsonl"
+HALF_PANELS = ("2026-11-28-h200-matmul-half-panels.jsonl", "2026-11-28-h200-matmul-mid.jsonl")
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
@@ -75,6 +76,7 @@ def measured() -> list[Measured]:
         *_timed("suite anywhere, cold", ANYWHERE),
         *_timed("few rows, cold", FEW_ROWS),
         *_timed("drawn with alternatives, cold", ALTERNATIVES, now=True),
+        *_timed("128 to 2048 rows, cold", *HALF_PANELS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
@@ -303,8 +305,21 @@ def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
 
 # --- The picture
 
-_COLOURS = ("#0b6e99", "#b36a00", "#3f8f3f", "#9a7aa0", "#a03030", "#555555", "#7a5a3a", "#2aa198", "#cc6699", "#8a8a00")
-_MARKERS = "os^Dv<>phX"
+_COLOURS = (
+    "#0b6e99",
+    "#b36a00",
+    "#3f8f3f",
+    "#9a7aa0",
+    "#a03030",
+    "#555555",
+    "#7a5a3a",
+    "#2aa198",
+    "#cc6699",
+    "#8a8a00",
+    "#4455cc",
+    "#222222",
+)
+_MARKERS = "os^Dv<>phXd*"
 _ACROSS = 3
 
 

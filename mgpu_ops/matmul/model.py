@@ -131,6 +131,7 @@ _SUM_PART = 2.549  # and for each other block
 _SHARED = 0.421  # of that is left where each block adds up a share of the tile
 _HBM = 1.053  # of the time at the datasheet's rate,
 _HBM_ACROSS_LINES = {128: 1.0, 64: 1.133, 32: 1.119, 16: 1.038}  # and times as long for an operand of such rows
+_AGAIN = 0.6  # of that time takes what tiles of B have in vain (`columns_of_b`), which the next tile loads too: partly from HBM
 _STEP_NORM = 4.8  # arithmetic, loads and latency of a step overlap nearly wholly,
 _MEMORY_NORM = 3.016  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
@@ -188,6 +189,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     memory = _HBM * _moved(multiplied(problem)) / gpu.memory_bytes_per_s
     if computes_transposed(config) and itemsize_of(p.dtype) == 1 and c.tile_k == BLOCK:
         memory *= _SHORT_STEPS
+    read_again = p.batch * p.n * p.k * itemsize_of(p.dtype) * (columns_of_b(p, c) / c.tile_n - 1)
+    memory += _AGAIN * read_again / gpu.memory_bytes_per_s
     reduction = _prepared(problem, gpu)
     if c.cluster == "k":
         summed = _SUM + (_SUM_OWN + _SUM_PART * (c.split_k - 1)) * gemm.store_seconds(c, 4, gpu)
@@ -326,6 +329,8 @@ _MOST_WAVES = 3  # of tiles of fitted columns
 _MOST_AHEAD = 12  # of the best configs, which are candidates with the next step's wgmma in flight too
 _WAVE_ROWS = (128, 192, 256)  # of tiles whose width is fitted to a problem
 _WAVE_K = 128  # at least
+_HALF_PANEL = 32  # columns
+_ONE_WAVE_WIDTH = 160  # columns of such tiles, up to which more waves were slower
 _WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
     1: (("none", 1), ("m", 1), ("n", 1), ("none", 2), ("k", 2)),
     2: (("m", 1), ("n", 1)),
@@ -506,28 +511,35 @@ def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     """Tiles of other widths than `_TILES` have, along n or, of the transposed product, along m, that fill waves better."""
     p = problem
     for turned in (False, True):
+        schedules = ("ahead", "deferred") if _in_whole_panels(p, turned) else ("cooperative", "ahead", "deferred")
         for rows, width, splits in _waves(p, gpu, turned):
             tile_m, tile_n = (width, rows) if turned else (rows, width)
             registers = 24 if rows * width > _MOST_SUMS else 40
             shape = _shape(tile_m, tile_n, 64, registers, "n" if turned != (rows % 128 != 0) else "m")
-            for schedule, (cluster, split_k) in itertools.product(("cooperative", "ahead", "deferred"), splits):
+            for schedule, (cluster, split_k) in itertools.product(schedules, splits):
                 if _too_few(p, tile_m, tile_n, cluster) or _too_many(p, tile_m, tile_n, split_k, gpu):
                     continue
-                if schedule != "deferred" or (rows * width <= _MOST_DEFERRED and split_k == 1 and _many_tiles(p, gpu)):
+                if schedule != "deferred" or (_defers(rows, width) and split_k == 1 and _many_tiles(p, gpu)):
                     yield dataclasses.replace(shape, schedule=schedule, cluster=cluster, split_k=split_k)
+
+
+def _defers(rows: int, width: int) -> bool:
+    """Whether two consumers have registers for a tile and the one before it. Of 192 rows, whose columns they share, they have not."""
+    return rows % 128 == 0 and rows * width <= _MOST_DEFERRED
 
 
 def _waves(p: Problem, gpu: Gpu, turned: bool) -> Iterator[tuple[int, int, Sequence[tuple[str, int]]]]:
     """Rows and width of tiles, and the clusters and splits to try them with; of the transposed product where turned.
 
-    Where the operand of that side lies along it, tiles end between panels (`columns_of_b`): where its rows begin at lines,
-    nothing is gained.
+    Where the operand of that side lies along it, tiles end between panels (`columns_of_b`). Where its rows begin at lines too,
+    what pays is half panels, k in one part, and 96 or 160 columns for one wave alone (docs/kernels/matmul.md).
     """
     if itemsize_of(p.dtype) != 2 or p.residual or p.normalised or p.m <= gemm.ROWS or p.k < _WAVE_K:
         return
     across, along = (p.n, p.m) if turned else (p.m, p.n)
     along_k = p.layout[0] == "n" if turned else p.layout[1] == "t"
-    if not along_k and along % gemm.ROWS == 0:
+    whole = _in_whole_panels(p, turned)
+    if whole and p.layout != "nn":  # not measured
         return
     for rows in _WAVE_ROWS:
         both = rows % 128 == 0  # two warpgroups share the rows; those of 192 share the columns
@@ -535,8 +547,18 @@ def _waves(p: Problem, gpu: Gpu, turned: bool) -> Iterator[tuple[int, int, Seque
             continue
         tiles = p.batch * math.ceil(across / rows)
         for blocks, splits in _WAVE_SPLITS.items():
-            for width in widths_by_waves(along, rows, tiles, gpu, blocks, 8 if both else 16)[: 2 if blocks == 1 else 1]:
-                yield rows, width, splits
+            step = _HALF_PANEL if whole else 8 if both else 16
+            for width in widths_by_waves(along, rows, tiles, gpu, blocks, step)[: 2 if blocks == 1 else 1]:
+                if not whole:
+                    yield rows, width, splits
+                elif width > _ONE_WAVE_WIDTH or tiles * math.ceil(along / width) <= gpu.sms:
+                    yield rows, width, [split for split in splits if split[1] == 1]
+
+
+def _in_whole_panels(p: Problem, turned: bool) -> bool:
+    """Whether the operand of tiles' width lies along it in rows that panels of a swizzle divide."""
+    across, stored = (p.m, p.layout[0] == "t") if turned else (p.n, p.layout[1] == "n")
+    return stored and across % gemm.ROWS == 0
 
 
 def widths_by_waves(side: int, rows: int, tiles: int, gpu: Gpu, blocks: int = 1, step: int = 8) -> list[int]:

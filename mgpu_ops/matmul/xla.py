@@ -19,13 +19,13 @@ from mgpu_ops.matmul.model import alignments, slowdown
 from mgpu_ops.matmul.problem import Problem
 from mgpu_ops.matmul.quantities import bytes_moved
 
-# Fitted to 376 problems of an H200 and 176 of an H100, drawn, of the suites and stored (docs/kernels/matmul.md).
-_LAUNCH = 3.5e-6  # s
-_SHORTER, _SHORT_K = 0.49e-6, 215  # s less, where k is short: few steps fill and drain a pipeline
+# Fitted to 1493 times on an H200 and an H100, of drawn problems, the suites and stored ones (docs/kernels/matmul.md).
+_LAUNCH = 3.706e-6  # s
+_SHORTER, _SHORT_K = 0.29e-6, 215  # s less, where k is short: few steps fill and drain a pipeline
 _TINY, _TINY_SECONDS = 2**20, 2.4e-6  # with fewer multiplications, one kernel without a pipeline
 # s less, where there are few multiplications and bytes, and k is short: seven drawn problems of 2.5 to 3.2 us
 _SMALL_SECONDS, _SMALL, _SMALL_BYTES, _SMALL_K = 1e-6, 12e6, 4e6, 400
-_RATE = 0.829  # of the datasheet's FLOP/s
+_RATE = 0.8464  # of the datasheet's FLOP/s
 _LAUNCH_8_BITS = 2.2e-6  # s more with operands of 8 bits
 _RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
 _LAUNCH_PARTS = 28e-6  # s more where Triton multiplies parts of float32,
@@ -38,22 +38,24 @@ _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32;
     "float32": 0.054,
 }
 _RATE_OF_BLOCKS = 0.5  # and of that of 16 bits where blocks have scales: each by one product (docs/kernels/matmul.md)
-_MEMORY = 0.973  # of HBM's rate,
-_ACROSS_LINES = 1.086  # and times as long for an operand whose rows do not all begin at lines
-_STORE = 0.58e-6  # s for the first loads and the store of a tile of 128 x 128,
+_MEMORY = 0.9683  # of HBM's rate,
+_ACROSS_LINES = 1.091  # and times as long for an operand whose rows do not all begin at lines
+_STORE = 0.436e-6  # s for the first loads and the store of a tile of 128 x 128,
 # and times as much for one of a further wave, whose loads run beside the store before: where rows of C begin at lines, or not
-_STORE_ALIGNED, _STORE_OTHERS = 0.54, 1.52
-_NORM = 3.42  # arithmetic and HBM overlap (`gemm.together`)
-_SIDES = (64, 96, 128, 160, 192, 224, 256)  # of tiles of 16 bits, one of them a multiple of 64
-_SMALLER = 0.0705  # times as much less than 128 x 128 a tile multiplies for each element that it loads, it is slower
+_STORE_ALIGNED, _STORE_OTHERS = 1.0, 1.93
+_NORM = 4.315  # arithmetic and HBM overlap (`gemm.together`)
+_SIDES = range(64, 257, 16)  # of tiles of 16 bits, one of them a multiple of 64
+_SMALLER = 0.0585  # times as much less than 128 x 128 a tile multiplies for each element that it loads, it is slower
+_ODD = 0.939  # of the rate is left where one of them is not
 _TILES = tuple(  # rows, columns, and what is left of the rate
-    (rows, columns, 1.0 / (1.0 + _SMALLER * (128 / rows + 128 / columns - 2.0)))
+    (rows, columns, (_ODD if rows % 64 or columns % 64 else 1.0) / (1.0 + _SMALLER * (128 / rows + 128 / columns - 2.0)))
     for rows, columns in itertools.product(_SIDES, _SIDES)
     if rows * columns <= 256 * 192 and (rows % 64 == 0 or columns % 64 == 0)
 )
 _TILES_OTHERS = ((128, 128, 1.0), (64, 128, 1.0), (64, 64, 0.95))  # of other dtypes
-_SUM_LAUNCH = 0.22e-6  # s of the kernel that adds up the parts of k, and the residual, after the product
-_SUM_BYTES_PER_CLOCK = 16.1  # of each SM, at which float32 parts are written to L2 and read
+_SUM_LAUNCH = 0.2e-6  # s of the kernel that adds up the parts of k, and the residual, after the product
+_OF_PARTS = {"n": 0.847, "t": 0.971}  # times as long takes the arithmetic of parts of k, where B is stored [k, n] or [n, k]
+_SUM_BYTES_PER_CLOCK = 16.6  # of each SM, at which float32 parts are written to L2 and read
 _ADD_LAUNCH, _ADD_RATE = 2.5e-6, 0.89  # s of a kernel that adds the residual where k has one part, and of HBM's rate
 _NORMALISED, _NORMALISED_RATE = 2.5e-6, 0.47  # s of the kernels that normalise rows, and of HBM's rate at which they do
 _PAD_LAUNCH = 1.17e-6  # s of a kernel that copies an operand to an array with a longer k,
@@ -93,7 +95,7 @@ def cost(problem: Problem, gpu: Gpu) -> float:
         added += _SUM_LAUNCH + 2 * 4 * parts * p.batch * p.m * p.n / (_SUM_BYTES_PER_CLOCK * clocks)
     tiles = _TILES_PARTS if algorithm == "bf16_x3" else _TILES if p.dtype in DTYPES else _TILES_OTHERS
     arithmetic = min(_arithmetic(p, parts, rows, columns, left, gpu) for rows, columns, left in tiles)
-    arithmetic = slowdown(arithmetic)
+    arithmetic = slowdown(arithmetic) * (_OF_PARTS[p.layout[1]] if parts > 1 else 1.0)
     seconds = gemm.together(_NORM, arithmetic, memory / _MEMORY) + _widening(p, gpu)
     if padded:
         operands = p.batch * (p.m + p.n) * p.k * itemsize_of(p.dtype)
@@ -109,9 +111,11 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
 
 
-# Of products this large (operations, and of the shortest side) what the models say of kernel and XLA is wrong by more than
-# 6.7 % one in twenty times: of 142 problems (results/2026-11-27-matmul-large-ratios.txt).
+# Operations, and the shortest of all sides, of a large product: of 142 measured ones the models' ratio of kernel to XLA is wrong by
+# more than 6.7 % one in twenty times (results/2026-11-27-matmul-large-ratios.txt). With a long k, and of the output's sides: the
+# models give 12 of 258 measured ones to the kernel with the margin of these, and one of the 12 was slower, by 3.4 %.
 _LARGE, _LARGE_SIDE = 50e9, 512
+_LONG_K, _LARGE_OF_LONG, _SIDE_OF_LONG = 2048, 5e9, 128
 
 
 def margin(problem: Problem) -> float:
@@ -124,8 +128,10 @@ def margin(problem: Problem) -> float:
     p = problem
     if p.dtype not in DTYPES:
         return 0.91
-    large = min(p.m, p.n, p.k) >= _LARGE_SIDE and 2 * p.batch * p.m * p.n * p.k >= _LARGE
-    return 0.94 if large else 0.86
+    flops = 2 * p.batch * p.m * p.n * p.k
+    large = min(p.m, p.n, p.k) >= _LARGE_SIDE and flops >= _LARGE
+    large_of_long = min(p.m, p.n) >= _SIDE_OF_LONG and p.k >= _LONG_K and flops >= _LARGE_OF_LONG
+    return 0.94 if large or large_of_long else 0.86
 
 
 def _memory(p: Problem, gpu: Gpu) -> float:

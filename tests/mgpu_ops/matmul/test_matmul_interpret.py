@@ -276,6 +276,11 @@ CASES = {
         P(300, 200, 136, batch=2),
         replace(AHEAD, tile_n=104, epilogue_tile_n=64, cluster="m4"),
     ),
+    "ahead, tiles that begin in the middle of B's panels": (P(130, 192, 136), replace(AHEAD, tile_n=96, epilogue_tile_n=32)),
+    "deferred, tiles that begin in the middle of B's panels": (
+        P(300, 384, 136, batch=2),
+        replace(DEFERRED, tile_n=96, epilogue_tile_n=32),
+    ),
     "cluster along n, an odd number of tiles": (P(200, 320, 136, bias=True), replace(BASE, cluster="n")),
     "ahead, 72 rows a tile, transposed, A transposed": (
         P(136, 200, 72, layout="tn"),

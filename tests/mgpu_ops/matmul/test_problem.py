@@ -216,6 +216,23 @@ def test_the_default_of_a_large_product_defers_its_stores():
     assert SPEC.default(replace(large, layout="tn", residual=True), H200).schedule == "cooperative"  # there is no room for it
 
 
+@pytest.mark.parametrize("sides", [(256, 28672, 4096), (512, 14336, 3584), (1024, 3584, 14336)])
+def test_a_few_hundred_rows_have_tiles_of_224_columns_which_fill_the_waves(sides):
+    default = SPEC.default(Problem(*sides), H200)
+    assert (default.tile_m, default.tile_n, default.split_k) == (128, 224, 1)
+    assert default.schedule in ("ahead", "deferred")  # the plain one would have narrower swizzles
+
+
+def test_a_product_that_waits_for_hbm_does_not_load_half_panels_twice():
+    assert SPEC.default(Problem(128, 57344, 8192), H200).tile_n % 64 == 0
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tt"])
+def test_no_candidate_of_192_rows_defers_its_stores_as_that_spills(layout):
+    found = SPEC.candidates(Problem(768, 9728, 2560, layout=layout), H200)
+    assert not [c for c in found if c.schedule == "deferred" and 192 in (c.tile_m, c.tile_n)]
+
+
 @pytest.mark.parametrize(
     "p", [P, replace(P, m=16384, layout="nt"), Problem(24, 12416, 744, layout="tn"), Problem(4000, 136, 7576), replace(F8, m=8)]
 )
