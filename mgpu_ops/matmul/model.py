@@ -341,6 +341,7 @@ _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other o
 _IN_FLIGHT = 112 * 1024  # bytes of B in a block's pipeline that are enough
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
+_MOST_TURNED = {128: 240, 256: 104}  # columns of such a tile of so many rows, of the transposed product of a B stored [k, n]
 _SHORT_K = 128  # up to which no store is deferred by default
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
@@ -519,13 +520,18 @@ def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
             for schedule, (cluster, split_k) in itertools.product(schedules, splits):
                 if _too_few(p, tile_m, tile_n, cluster) or _too_many(p, tile_m, tile_n, split_k, gpu):
                     continue
-                if schedule != "deferred" or (_defers(rows, width) and split_k == 1 and _many_tiles(p, gpu)):
+                if schedule != "deferred" or (_defers(p, rows, width, turned) and split_k == 1 and _many_tiles(p, gpu)):
                     yield dataclasses.replace(shape, schedule=schedule, cluster=cluster, split_k=split_k)
 
 
-def _defers(rows: int, width: int) -> bool:
-    """Whether two consumers have registers for a tile and the one before it. Of 192 rows, whose columns they share, they have not."""
-    return rows % 128 == 0 and rows * width <= _MOST_DEFERRED
+def _defers(p: Problem, rows: int, width: int, turned: bool) -> bool:
+    """Whether two consumers have registers for a tile and the one before it.
+
+    Of 192 rows, whose columns they share, they have not; nor of the widest with the transposed product of a B stored [k, n].
+    """
+    if rows % 128 or rows * width > _MOST_DEFERRED:
+        return False
+    return not turned or p.layout[1] == "t" or width <= _MOST_TURNED[rows]
 
 
 def _waves(p: Problem, gpu: Gpu, turned: bool) -> Iterator[tuple[int, int, Sequence[tuple[str, int]]]]:

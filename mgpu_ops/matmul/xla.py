@@ -111,9 +111,10 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
 
 
-# Operations, and the shortest of all sides, of a large product: of 142 measured ones the models' ratio of kernel to XLA is wrong by
-# more than 6.7 % one in twenty times (results/2026-11-27-matmul-large-ratios.txt). With a long k, and of the output's sides: the
-# models give 12 of 258 measured ones to the kernel with the margin of these, and one of the 12 was slower, by 3.4 %.
+# Operations, and the shortest of all sides, of a large product: of 142 measured ones the models' ratio of kernel to XLA is
+# wrong by more than 6.7 % one in twenty times (results/2026-11-27-matmul-large-ratios.txt).
+# With a long k, and of the output's sides: the models give 12 of 258 measured ones to the kernel with the margin of these, and
+# one of the 12 was slower, by 3.4 %.
 _LARGE, _LARGE_SIDE = 50e9, 512
 _LONG_K, _LARGE_OF_LONG, _SIDE_OF_LONG = 2048, 5e9, 128
 

@@ -13,11 +13,12 @@ from scripts.figures.programs import steps_of_programs, training_steps
 def strips(results: Path) -> Iterator[Strip]:
     """An op or two lines of it, each beside the fastest that JAX users have."""
     matmuls, grads = problems(results, "h200-matmul"), problems(results, r"h200-matmul\+grad")
-    attention, both = problems(results, "h200-flash_attention"), problems(results, "h200-flash_attention[+-]grad.*")
+    both = problems(results, "h200-flash_attention[+-]grad.*")
     few, gated = problems(results, "h200-flash_attention-decode"), problems(results, "h200-gated_matmul-.*")
     training, decoding = problems(results, "h200-grouped_matmul-training"), problems(results, "h200-grouped_matmul-decoding")
     weights = problems(results, "h200-ragged_contraction")
-    yield strip("attention, forward", "faster of cuDNN, tokamax", attention, "cudnn", "tokamax")
+    beside_both = problems(results, "h200-flash_attention", "cudnn", "tokamax")
+    yield strip("attention, forward", "faster of cuDNN, tokamax", beside_both, "cudnn", "tokamax")
     yield strip("attention, forward + backward", "cuDNN", both, "cudnn")
     yield from drawn_attention(results, "h200")
     yield strip("attention, decoding", "cuDNN", few, "cudnn")
@@ -27,6 +28,8 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m = 128", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] == 128], "xla")
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, random shapes, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
+    rows = problems(results, "h200-matmul-llm-rows")
+    yield strip("matmul, layers of Llama 3, 1 to 16384 rows", "XLA (cuBLAS)", rows, "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
     yield from training_steps(results)

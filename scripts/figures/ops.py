@@ -120,11 +120,14 @@ def flash_attention(results: Path) -> Iterator[str]:
         yield line(what, "cuDNN", found, "cudnn")
         for dim in sorted({p.shape[-1] for p in found}):
             yield line(f"{what}, head dim {dim}", "cuDNN", [p for p in found if p.shape[-1] == dim], "cudnn")
-    yield line("forward", "tokamax, tuned", forward, "tokamax")
-    yield line("forward", "the faster of the two", forward, "cudnn", "tokamax")
+    beside_both = problems(results, "h200-flash_attention", "cudnn", "tokamax")
+    yield line("forward", "tokamax, tuned", beside_both, "tokamax")
+    yield line("forward", "the faster of the two", beside_both, "cudnn", "tokamax")
     decoding = problems(results, "h200-flash_attention-decode")
+    other_dims = problems(results, "h200-flash_attention-decode-heads")
     yield line("decoding, the kernel", "cuDNN", decoding, "cudnn")
-    yield from sources(*files(forward, both, decoding))
+    yield line("decoding, other head dims, untuned", "cuDNN", other_dims, "cudnn")
+    yield from sources(*files(forward, beside_both, both, decoding, other_dims))
 
 
 def gated_matmul(results: Path) -> Iterator[str]:
