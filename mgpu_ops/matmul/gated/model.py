@@ -124,15 +124,18 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 
 
 def _deepest(problem: Problem, tile_m: int, tile_n: int, wg_dimension: str, cluster: str, gpu: Gpu) -> Config | None:
-    """The config of a tile with as many steps as fit."""
+    """The config of a tile with as many steps as fit, or, of few rows, as have enough bytes of the weights on their way."""
     if problem.stored and problem.gradient and tile_m * tile_n > _MOST_OF_GRADIENT * WARPGROUP:
         return None
+    tile_k, most = 64, 8
+    if problem.m <= gemm.ROWS and not (problem.gradient or problem.stored):  # more were slower (docs/kernels/gated_matmul.md)
+        most = min(most, matmul.IN_FLIGHT // (2 * tile_n * tile_k * itemsize_of(problem.dtype)))
     for columns in (64, 32):
-        for steps in range(8, 1, -1):
+        for steps in range(max(most, 2), 1, -1):
             config = Config(
                 tile_m=tile_m,
                 tile_n=tile_n,
-                tile_k=64,
+                tile_k=tile_k,
                 max_concurrent_steps=steps,
                 compute_warpgroups=2 if tile_m * tile_n > gemm.ROWS * gemm.ROWS or problem.stored else 1,
                 wg_dimension=wg_dimension,

@@ -201,6 +201,15 @@ def test_normalised_rows_take_the_shared_memory_that_was_counted():
     assert (report.spills, report.smem_bytes) == (0, smem_bytes(problem, config))
 
 
+@pytest.mark.parametrize("m", [1, 16, 64])
+@pytest.mark.parametrize(("n", "k"), [(14336, 4096), (9728, 2560), (8192, 2048)])
+def test_few_rows_have_as_much_of_the_weights_on_their_way_as_is_fast(m, n, k):
+    problem = replace(GATED.shapes["llama3-8b-128"], m=m, n=n, k=k, normalised=True, joined=True)
+    config = GATED.default(problem, H200)
+    step = 2 * config.tile_n * config.tile_k * 2  # bytes
+    assert 80 * 1024 <= config.max_concurrent_steps * step <= 112 * 1024
+
+
 SHIPPED = [f"{model}-{m}{kind}" for model in ("llama3-8b", "gemma2-9b") for m in (128, 4096) for kind in ("", "-gradient")]
 
 
