@@ -513,6 +513,7 @@ SPEC = OpSpec(
     baseline_cost=xla.cost,
     baseline_keeps_sms=True,
     modelled_margin=xla.margin,
+    sustained_margin=xla.sustained_margin,
     plain=plain,
 )
 

@@ -360,7 +360,7 @@ def _decided(query: _Query, found: Resolution, near: tuple[StoredEntry, float] |
     if near is not None and spec.unmeasured(near[0].problem) != unmeasured:
         near = entry = None  # times of another kernel say nothing of this one
     if unmeasured is None:
-        times = times or winner.expected(spec, problem, found.config, gpu, baseline)
+        times = times or winner.expected(spec, problem, found.config, gpu, baseline, objective())
     if times is None and near is not None and (there := winner.measured(near[0].entry, baseline)):
         times = winner.expected_from(there, near[1], spec.cost(problem, found.config, gpu) * 1e6)
     if times is None:

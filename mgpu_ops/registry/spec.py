@@ -76,6 +76,7 @@ class OpSpec:
     baseline_cost: Callable[[Any, Gpu], float | None] | None = None  # modelled seconds of the baseline; None: no model
     # By the models, the baseline runs unless the kernel takes less than so much of its time.
     modelled_margin: float | Callable[[Any], float] = 0.95
+    sustained_margin: Callable[[Any], float] | None = None  # the same of programs at the power cap; None: no other
     baseline_keeps_sms: bool = False  # whether the baseline's kernels hold all SMs to their end, as cuBLAS's large products
     unmeasured: Callable[[Any], str | None] = lambda problem: None  # why calls run XLA until the kernel was measured, or None
     spills_outside_loops: Callable[[Any], int] = lambda config: 0  # bytes a thread that it may spill where no loop reads them

@@ -6,7 +6,8 @@ entry stores the fastest config of the kernel all the same, which a call with `b
 
 An entry of another GPU of the family must have it faster by `FAMILY_MARGIN`. Where a problem has no entry, what decides is
 - the op's models of both times (`OpSpec.cost` and `OpSpec.baseline_cost`): the kernel runs where it is faster by
-  `OpSpec.modelled_margin`, so that in unclear cases a call takes as long as it would without this library; or,
+  `OpSpec.modelled_margin`, so that in unclear cases a call takes as long as it would without this library, and with the
+  objective "sustained" by `OpSpec.sustained_margin`, as what decides there is energy, of which the models know nothing; or,
 - where its baseline is not modelled, the entry of a near problem, the one that the config is from or that is the
   nearest: the logarithm of its ratio of times halves with each unit of `OpSpec.distance`, as what it says of this problem.
 Where nothing is known of the baseline, the kernel runs. But where the op has a reason to wait (`OpSpec.unmeasured`), models do
@@ -22,7 +23,7 @@ import dataclasses
 from typing import Literal
 
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.registry.database import Entry, to_config, to_problem
+from mgpu_ops.registry.database import Entry, Objective, to_config, to_problem
 from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem, baseline_of
 
 MEASURED_MARGIN = 1.01  # times as fast as the kernel XLA must be in an entry's run: less is noise
@@ -77,12 +78,16 @@ def measured(entry: Entry, baseline: Baseline) -> Times | None:
     return Times(e.median_us, e.baseline_us, baseline.name, "measured")
 
 
-def expected(spec: OpSpec, problem: Problem, config: Config, gpu: Gpu, baseline: Baseline) -> Times | None:
+def expected(
+    spec: OpSpec, problem: Problem, config: Config, gpu: Gpu, baseline: Baseline, objective: Objective = "burst"
+) -> Times | None:
     """The times by the op's models; None where it does not model its baseline, or not that of this problem."""
     theirs = None if spec.baseline_cost is None else spec.baseline_cost(problem, gpu)
     if theirs is None:
         return None
     ours, margin = spec.cost(problem, config, gpu), spec.modelled_margin
+    if objective == "sustained" and spec.sustained_margin is not None:
+        margin = spec.sustained_margin
     margin = margin(problem) if callable(margin) else margin
     return Times(ours * 1e6, theirs * 1e6, baseline.name, "modelled", margin)
 

@@ -314,6 +314,24 @@ def test_the_smallest_tile_has_one_consumer_by_default(p):
     assert (found.tile_m, found.tile_n, found.compute_warpgroups) == (64, 64, 1)
 
 
+@pytest.mark.parametrize(
+    ("p", "kernel"),
+    [
+        (Problem(8192, 11008, 4096), True),
+        (Problem(8192, 11008, 4096, layout="nt"), True),
+        (Problem(8192, 11008, 4096, layout="tn"), False),
+        (Problem(512, 11008, 4096), False),
+    ],
+    ids=str,
+)
+def test_without_pause_a_large_product_runs_the_kernel_where_in_bursts_xla_may_be_faster(p, kernel):
+    of = {
+        objective: winner.expected(SPEC, p, SPEC.default(p, H200), H200, baseline_of(SPEC, p), objective).winner
+        for objective in ("burst", "sustained")
+    }
+    assert of == {"burst": "xla", "sustained": "kernel" if kernel else "xla"}
+
+
 def test_large_outputs_of_short_k_are_left_to_xla_where_their_rows_begin_at_lines():
     p = Problem(4352, 8320, 384, layout="tt")  # 37.8 us, the kernel's default 43.5
     assert winner.expected(SPEC, p, SPEC.default(p, H200), H200, baseline_of(SPEC, p)).winner == "xla"

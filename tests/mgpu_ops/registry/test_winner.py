@@ -218,6 +218,16 @@ def test_without_an_entry_models_decide_and_in_unclear_cases_xla_runs(ratio: flo
     assert call(spec=with_model(ratio), backend="mosaic")[0] == "kernel"
 
 
+@pytest.mark.parametrize(("objective", "what"), [("burst", "library"), ("sustained", "kernel"), ("", "library")])
+def test_without_an_entry_the_objective_has_a_margin_of_its_own(
+    objective: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MGPU_OPS_OBJECTIVE", objective)
+    spec = dataclasses.replace(with_model(1 / 1.04), sustained_margin=lambda problem: 1.05)
+    assert call(spec=spec)[0] == what
+    assert call(spec=with_model(1 / 1.04))[0] == "library"
+
+
 def test_without_an_entry_or_a_model_the_kernel_runs() -> None:
     assert call() == ("kernel", 1)
     assert call(spec=dataclasses.replace(SPEC, baseline_cost=lambda problem, device: None)) == ("kernel", 1)
