@@ -29,7 +29,7 @@ from mgpu_ops.core import aot
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.aot import Executable
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.matmul.model import deepest
+from mgpu_ops.matmul.choices import deepest
 from mgpu_ops.matmul.quantities import bytes_moved
 from mgpu_ops.tuning import measure
 from mgpu_ops.tuning.compile_pool import CompileJob, Pool

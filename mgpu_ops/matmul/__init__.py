@@ -29,8 +29,9 @@ from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import algorithms, xla
 from mgpu_ops.matmul.arguments import checked_arrays, checked_bias, checked_out_dtype, epsilon_of
 from mgpu_ops.matmul.checks import check, supports
+from mgpu_ops.matmul.choices import candidates, default, distance, space, thrifty
 from mgpu_ops.matmul.epilogue import by_name, names, ranks, rows_of_blocks, scaled, with_epilogue
-from mgpu_ops.matmul.model import candidates, cost, default, distance, space, thrifty
+from mgpu_ops.matmul.model import cost
 from mgpu_ops.matmul.problem import (
     SHAPES,
     SUITES,

@@ -10,8 +10,8 @@ from typing import Any
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import WARPGROUP, first_of, itemsize_of, require
+from mgpu_ops.matmul import choices, xla
 from mgpu_ops.matmul import model as matmul
-from mgpu_ops.matmul import xla
 from mgpu_ops.matmul.gated.problem import Config, Problem, as_matmul, bytes_moved, check, of_one, smem_bytes, supports
 from mgpu_ops.matmul.quantities import bytes_moved as matmul_bytes
 
@@ -129,7 +129,7 @@ def _deepest(problem: Problem, tile_m: int, tile_n: int, wg_dimension: str, clus
         return None
     tile_k, most = 64, 8
     if problem.m <= gemm.ROWS and not (problem.gradient or problem.stored):  # more were slower (docs/kernels/gated_matmul.md)
-        most = min(most, matmul.IN_FLIGHT // (2 * tile_n * tile_k * itemsize_of(problem.dtype)))
+        most = min(most, choices.IN_FLIGHT // (2 * tile_n * tile_k * itemsize_of(problem.dtype)))
     for columns in (64, 32):
         for steps in range(max(most, 2), 1, -1):
             config = Config(
