@@ -13,6 +13,8 @@ comma := ,
 SOURCES := mgpu_ops core tuning tests scripts examples docs
 # Plain `make test-gpu` takes the project's environment, PYTHON=python3 any Python that has jax.
 GPU_PYTHON = $(or $(PYTHON),$(wildcard .venv/bin/python),python3)
+# Processes that share the GPU: compiling takes most of the time. JAX then leaves memory to the others.
+GPU_WORKERS = 1
 
 # A PYTHONPATH left over in the shell must not shadow the environment. test-gpu alone passes it on, on purpose.
 unexport PYTHONPATH PYTHONHOME
@@ -53,10 +55,11 @@ mutants: setup  ## plant the bugs of tests/mutants/, one at a time: each should 
 coverage: setup  ## pytest, and which lines it runs
 	$(BIN)/python $(PYTEST) --cov --cov-report term $(ARGS)
 
-test-gpu:  ## the tests marked gpu, on a Hopper machine; PYTHON=python3 needs no .venv
+test-gpu:  ## the tests marked gpu, on a Hopper machine; PYTHON=python3 needs no .venv; GPU_WORKERS=8: in so many processes
 	@gpu=$$(scripts/hopper.sh); log=results/$$(date +%F)-$$gpu-test-gpu.log; mkdir -p results; \
-	MGPU_OPS_TEST_GPU=1 PYTHONPATH="$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" \
-	  $(GPU_PYTHON) -m pytest -m gpu -v -p no:cacheprovider $(ARGS) 2>&1 | sed 's|$(CURDIR)|.|g' | tee "$$log"; \
+	$(if $(filter-out 1,$(GPU_WORKERS)),XLA_PYTHON_CLIENT_PREALLOCATE=false) MGPU_OPS_TEST_GPU=1 \
+	PYTHONPATH="$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))" $(GPU_PYTHON) -m pytest -m gpu -v -p no:cacheprovider \
+	  $(if $(filter-out 1,$(GPU_WORKERS)),-n $(GPU_WORKERS) -p no:benchmark) $(ARGS) 2>&1 | sed 's|$(CURDIR)|.|g' | tee "$$log"; \
 	echo "log: $$log"
 
 # Both ends of the jax pin, in environments of their own.
