@@ -28,7 +28,7 @@ from mgpu_ops.tuning.options import SAMPLERS, TuneOptions
 from mgpu_ops.tuning.outcome import Outcome
 from mgpu_ops.tuning.surrogate import Surrogate
 
-SLACK = 1.6  # a candidate modelled this much slower than the best modelled one is not tried
+SLACK = 1.4  # a candidate modelled this much slower than the best modelled one is not tried
 NEAREST = 3  # stored configs among the seeds
 ANALYTIC = 6  # of the op's candidates among the seeds
 LOCAL = 0.375  # of the trials have been told when the search becomes local
@@ -194,7 +194,8 @@ class Search:
         yield from ((c, "near") for c in near[:NEAREST])
         if objective == "sustained":
             yield from ((c, "model") for c in self._spec.thrifty(self._problem, self._gpu))
-        yield from ((c, "model") for c in self._spec.candidates(self._problem, self._gpu)[:ANALYTIC])
+        analytic = self._spec.candidates(self._problem, self._gpu)[:ANALYTIC]
+        yield from ((c, "model") for c in analytic if self._cost(c) <= self._limit)
         yield from ((c, "model") for c in sorted(pool, key=self._cost)[:2])
 
     def _sampled(self) -> Config | None:
