@@ -37,7 +37,7 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
     assert {source for op, source in sources if op == "matmul"} == {
         *("sweeps", "drawn, warm", "drawn again, cold"),
         *("ping-pong, cold", "deferred, cold", "suite anywhere, cold", "few rows, cold", "float32, cold"),
-        *("calls on an H100", "drawn with alternatives, cold"),
+        *("calls on an H100", "drawn with alternatives, cold", "128 to 2048 rows, cold"),
     }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_ops.tuning.cli.arguments import positive_int, problem_arguments, seconds, seed, workers_argument
 from mgpu_ops.tuning.cli.selection import jobs_of, runnable, supported
 from mgpu_ops.tuning.cli.session import ALL, Session, studies_of
-from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, gpu_or_current, say
+from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, gpu_or_current, is_directory, say
 from mgpu_ops.tuning.cli.storages import required_storage, storage_argument
 from mgpu_ops.tuning.devices import devices_for
 from mgpu_ops.tuning.options import OBJECTIVES, SAMPLERS, TRIALS, TuneOptions
@@ -39,6 +39,7 @@ def register(commands: Any) -> None:
         mgpu-tune run --suite llama3-8b --tokens 1,16,4096              # all ops of a model, what takes most time first
         mgpu-tune run --suite mixtral-8x7b --tokens 4096 --grad         # and its gradients
         mgpu-tune run --from problems.json                              # what `mgpu-tune capture` found in your program
+        mgpu-tune run --from problems.json --database tuned             # the same, into files tuned/<gpu>/<op>.json
         mgpu-tune run matmul --suite llm --workers all                  # on every GPU of this machine
         mgpu-tune run all_reduce --devices 4 --bytes 1KiB:256MiB        # between four GPUs of this machine
         mgpu-tune run matmul --suite sustained --objective sustained    # where the power cap decides
@@ -52,7 +53,11 @@ def register(commands: Any) -> None:
     search_arguments(parser)
     parser.add_argument("--queue", action="store_true", help="do not tune: put the problems into --storage for workers")
     parser.add_argument(
-        "--database", type=Path, metavar="FILE", help="where to store (default: your own, see `mgpu-tune show`)"
+        "--database",
+        type=Path,
+        metavar="PLACE",
+        help="where to store: a file of one op, or a directory, for files <gpu>/<op>.json "
+        "(default: your own, see `mgpu-tune show`)",
     )
 
 
@@ -129,14 +134,21 @@ def run(arguments: argparse.Namespace) -> int:
 
     jobs = jobs_of(arguments)
     ops = {job.op for job in jobs}
-    if arguments.database and len(ops) > 1:
-        raise UsageError(f"--database is a file of one op, these problems are of {', '.join(sorted(ops))}: name one op")
+    place = arguments.database
+    if place and len(ops) > 1 and not is_directory(place):
+        several = ", ".join(sorted(ops))
+        raise UsageError(
+            f"--database {place} is a file of one op, these problems are of {several}: name one op, or a directory"
+        )
     if arguments.queue:
         return _queue(jobs, arguments)
     gpus = max(job.spec.devices(job.problem) for job in jobs)
     with studies_of(arguments) as studies, devices_for(arguments.gpu, arguments.workers, gpus, say=say) as devices:
         gpu = devices[0].gpu
-        paths = {op: arguments.database or database.user_path(gpu.key, op) for op in ops}
+        if place and is_directory(place):
+            paths = {op: place / gpu.key / f"{op}.json" for op in ops}
+        else:
+            paths = {op: place or database.user_path(gpu.key, op) for op in ops}
         for op, path in paths.items():
             database.require_writable(path, gpu_key=gpu.key, op=op)  # refused now, not after an hour of tuning
         session = Session(options_of(arguments), paths, studies)

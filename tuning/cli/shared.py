@@ -97,6 +97,11 @@ def writable(path: Path, option: str, *, folder: bool = False) -> None:
         raise UsageError(f"{path}: cannot be written ({fault}): name another {option}")
 
 
+def is_directory(place: Path) -> bool:
+    """Whether a place for databases is a directory, of files <gpu>/<op>.json, and not one file."""
+    return place.is_dir() or place.suffix != ".json"
+
+
 def count(number: int, what: str) -> str:
     """ "1 fault", "2 faults" """
     return f"{number} {what}{'s' * (number != 1)}"

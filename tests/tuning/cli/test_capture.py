@@ -275,7 +275,7 @@ def test_a_suite_without_an_op_is_of_every_op_that_has_it(mgpu_tune: Command, tu
         (["flash_attention", "--suite", "llama3-8b", "--tokens", "1"], "has no problem of flash_attention with 1 tokens"),
         (["--from", "nowhere.json"], "nowhere.json: cannot be read"),
         (["--from", "nowhere.json", "--suite", "llm"], "leave out --suite"),
-        (["--suite", "llama3-8b", "--database", "x.json"], "--database is a file of one op"),
+        (["--suite", "llama3-8b", "--database", "x.json"], "--database x.json is a file of one op"),
     ],
 )
 def test_run_tells_a_users_mistake(words: list[str], message: str, mgpu_tune: Command, tuned: list[tuple[str, str]]) -> None:

@@ -239,6 +239,21 @@ def test_a_run_killed_with_9_goes_on_and_measures_nothing_twice(tmp_path: Path, 
     assert (own_database / "h200" / "matmul.json").exists()
 
 
+def test_entries_of_several_ops_go_into_files_of_a_directory(tmp_path: Path, mgpu_tune: Command) -> None:
+    products = ["matmul", "gated_matmul"]
+    fields = {"m": 128, "n": 256, "k": 128, "dtype": "bfloat16"}
+    problems = [{"op": op, "problem": fields, "count": 1} for op in products]
+    (tmp_path / "problems.json").write_text(json.dumps({"schema": 1, "gpu": "h200", "function": "train:step", "problems": problems}))
+    place = tmp_path / "tuned"
+    done = mgpu_tune("run", "--from", tmp_path / "problems.json", "--gpu", "h200", "--trials", 2, "--database", place)
+    assert done.code == 0, done.err
+    assert sorted(p.relative_to(place).as_posix() for p in place.rglob("*.json")) == [
+        "h200/gated_matmul.json",
+        "h200/matmul.json",
+    ]
+    assert [len(database.read(place / "h200" / f"{op}.json").entries) for op in products] == [1, 1]
+
+
 # --- several GPUs
 
 
