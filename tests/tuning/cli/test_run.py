@@ -243,7 +243,8 @@ def test_entries_of_several_ops_go_into_files_of_a_directory(tmp_path: Path, mgp
     products = ["matmul", "gated_matmul"]
     fields = {"m": 128, "n": 256, "k": 128, "dtype": "bfloat16"}
     problems = [{"op": op, "problem": fields, "count": 1} for op in products]
-    (tmp_path / "problems.json").write_text(json.dumps({"schema": 1, "gpu": "h200", "function": "train:step", "problems": problems}))
+    captured = {"schema": 1, "gpu": "h200", "function": "train:step", "problems": problems}
+    (tmp_path / "problems.json").write_text(json.dumps(captured))
     place = tmp_path / "tuned"
     done = mgpu_tune("run", "--from", tmp_path / "problems.json", "--gpu", "h200", "--trials", 2, "--database", place)
     assert done.code == 0, done.err
