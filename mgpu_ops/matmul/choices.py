@@ -52,7 +52,7 @@ _WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
 }
 _MOST_WAVES_IN_PARTS = 4  # with k divided, of such tiles
 _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
-IN_FLIGHT = 112 * 1024  # bytes of B in a block's pipeline that are enough
+_IN_FLIGHT = 112 * 1024  # bytes of B in a block's pipeline that are enough
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
 _MOST_TURNED = {128: 240, 256: 104}  # columns of such a tile of so many rows, of the transposed product of a B stored [k, n]
@@ -426,8 +426,13 @@ def _enough(problem: Problem, config: Config) -> int:
     """
     if config.cluster != "k" or not computes_transposed(config):
         return _STEPS[-1]
-    step = config.tile_n * config.tile_k * itemsize_of(problem.dtype)
-    return _STEPS[bisect.bisect_right(_STEPS, max(IN_FLIGHT // step, _STEPS[0])) - 1]
+    steps = steps_in_flight(config.tile_n * config.tile_k * itemsize_of(problem.dtype))
+    return _STEPS[bisect.bisect_right(_STEPS, steps) - 1]
+
+
+def steps_in_flight(step: int) -> int:
+    """Steps that have enough of B on their way, of so many bytes each."""
+    return max(_IN_FLIGHT // step, _STEPS[0])
 
 
 @functools.lru_cache(maxsize=1024)  # several `candidates` are alike

@@ -14,7 +14,7 @@ from dataclasses import replace
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import DTYPES, itemsize_of
-from mgpu_ops.matmul import algorithms
+from mgpu_ops.matmul import algorithms, quantities
 from mgpu_ops.matmul.model import alignments, slowdown
 from mgpu_ops.matmul.problem import Problem
 from mgpu_ops.matmul.quantities import bytes_moved
@@ -129,9 +129,8 @@ def margin(problem: Problem) -> float:
     p = problem
     if p.dtype not in DTYPES:
         return 0.91
-    flops = 2 * p.batch * p.m * p.n * p.k
-    large = min(p.m, p.n, p.k) >= _LARGE_SIDE and flops >= _LARGE
-    large_of_long = min(p.m, p.n) >= _SIDE_OF_LONG and p.k >= _LONG_K and flops >= _LARGE_OF_LONG
+    large = min(p.m, p.n, p.k) >= _LARGE_SIDE and quantities.flops(p) >= _LARGE
+    large_of_long = min(p.m, p.n) >= _SIDE_OF_LONG and p.k >= _LONG_K and quantities.flops(p) >= _LARGE_OF_LONG
     return 0.94 if large or large_of_long else 0.86
 
 
@@ -144,7 +143,7 @@ _AT_THE_CAP, _MARGIN_AT_THE_CAP = 2e11, 1.05
 def sustained_margin(problem: Problem) -> float:
     """`margin`, but for products that a program multiplies at the power cap: the kernel takes less energy there."""
     p = problem
-    at_the_cap = min(p.m, p.n, p.k) >= _LARGE_SIDE and 2 * p.batch * p.m * p.n * p.k >= _AT_THE_CAP
+    at_the_cap = min(p.m, p.n, p.k) >= _LARGE_SIDE and quantities.flops(p) >= _AT_THE_CAP
     if at_the_cap and p.dtype in DTYPES and p.layout[0] == "n" and not p.residual:
         return _MARGIN_AT_THE_CAP
     return margin(p)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, is_directory, say
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, database_at, is_directory, say
 from mgpu_ops.tuning.cli.storages import finished_argument, finished_storage
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _places(keys: list[Key], into: Path | None) -> dict[Key, Path]:
     if into is None:
         return {(gpu, op): database.user_path(gpu, op) for gpu, op in keys}
     if is_directory(into):
-        return {(gpu, op): into / gpu / f"{op}.json" for gpu, op in keys}
+        return {(gpu, op): database_at(into, gpu, op) for gpu, op in keys}
     if not keys:
         return {}
     if len(keys) > 1:

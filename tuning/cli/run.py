@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_ops.tuning.cli.arguments import positive_int, problem_arguments, seconds, seed, workers_argument
 from mgpu_ops.tuning.cli.selection import jobs_of, runnable, supported
 from mgpu_ops.tuning.cli.session import ALL, Session, studies_of
-from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, gpu_or_current, is_directory, say
+from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, database_at, gpu_or_current, is_directory, say
 from mgpu_ops.tuning.cli.storages import required_storage, storage_argument
 from mgpu_ops.tuning.devices import devices_for
 from mgpu_ops.tuning.options import OBJECTIVES, SAMPLERS, TRIALS, TuneOptions
@@ -56,7 +56,7 @@ def register(commands: Any) -> None:
         "--database",
         type=Path,
         metavar="PLACE",
-        help="where to store: a file of one op, or a directory, for files <gpu>/<op>.json "
+        help="where to store: a file of one op, named *.json, or a directory, for files <gpu>/<op>.json "
         "(default: your own, see `mgpu-tune show`)",
     )
 
@@ -145,10 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = max(job.spec.devices(job.problem) for job in jobs)
     with studies_of(arguments) as studies, devices_for(arguments.gpu, arguments.workers, gpus, say=say) as devices:
         gpu = devices[0].gpu
-        if place and is_directory(place):
-            paths = {op: place / gpu.key / f"{op}.json" for op in ops}
-        else:
-            paths = {op: place or database.user_path(gpu.key, op) for op in ops}
+        paths = {op: database_at(place, gpu.key, op) if place else database.user_path(gpu.key, op) for op in ops}
         for op, path in paths.items():
             database.require_writable(path, gpu_key=gpu.key, op=op)  # refused now, not after an hour of tuning
         session = Session(options_of(arguments), paths, studies)

@@ -98,8 +98,13 @@ def writable(path: Path, option: str, *, folder: bool = False) -> None:
 
 
 def is_directory(place: Path) -> bool:
-    """Whether a place for databases is a directory, of files <gpu>/<op>.json, and not one file."""
+    """Whether a place for databases is a directory, and not one file, whose name ends in .json."""
     return place.is_dir() or place.suffix != ".json"
+
+
+def database_at(place: Path, gpu_key: str, op: str) -> Path:
+    """The database of an op in such a place: the file itself, or <gpu>/<op>.json of the directory."""
+    return place / gpu_key / f"{op}.json" if is_directory(place) else place
 
 
 def count(number: int, what: str) -> str:

@@ -127,11 +127,11 @@ def _deepest(problem: Problem, tile_m: int, tile_n: int, wg_dimension: str, clus
     """The config of a tile with as many steps as fit, or, of few rows, as have enough bytes of the weights on their way."""
     if problem.stored and problem.gradient and tile_m * tile_n > _MOST_OF_GRADIENT * WARPGROUP:
         return None
-    tile_k, most = 64, 8
+    most, tile_k = 8, 64
     if problem.m <= gemm.ROWS and not (problem.gradient or problem.stored):  # more were slower (docs/kernels/gated_matmul.md)
-        most = min(most, choices.IN_FLIGHT // (2 * tile_n * tile_k * itemsize_of(problem.dtype)))
+        most = min(most, choices.steps_in_flight(2 * tile_n * tile_k * itemsize_of(problem.dtype)))
     for columns in (64, 32):
-        for steps in range(max(most, 2), 1, -1):
+        for steps in range(most, 1, -1):
             config = Config(
                 tile_m=tile_m,
                 tile_n=tile_n,

@@ -255,6 +255,16 @@ def test_entries_of_several_ops_go_into_files_of_a_directory(tmp_path: Path, mgp
     assert [len(database.read(place / "h200" / f"{op}.json").entries) for op in products] == [1, 1]
 
 
+def test_a_file_in_the_place_of_the_directory_is_refused_and_left_as_it_is(tmp_path: Path, mgpu_tune: Command) -> None:
+    path = tmp_path / "tuned"
+    path.write_text("a file")
+    request = ("run", "matmul", "--m", 128, "--n", 256, "--k", 128, "--gpu", "h200", "--trials", 2)
+    done = mgpu_tune(*request, "--database", path)
+    assert done.code == 2
+    assert f"{path / 'h200' / 'matmul.json'}: cannot be " in done.err
+    assert path.read_text() == "a file"
+
+
 # --- several GPUs
 
 
