@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +36,26 @@ def rows_view(x: jax.Array) -> jax.Array:
     return x.reshape(1, 1, *x.shape)
 
 
-def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any, anywhere: bool = False) -> None:
+class OfHead(NamedTuple):
+    """Columns of an array whose rows are heads of `size` columns each: those from `first` of one head on, up to its end."""
+
+    head: Int
+    first: int
+    size: int  # a multiple of 8
+
+    def clipped(self, columns: int) -> int:
+        """How many of `columns` there are before the head's end."""
+        return max(0, min(columns, self.size - self.first))
+
+
+def load_rows(src: Any, row: Int, end: Int, column: Int | OfHead, dst: Any, barrier: Any, anywhere: bool = False) -> None:
     """Starts the copy dst[i, j] = src[row + i, column + j], with zeros from row `end` on; arrives at `barrier` when done.
 
     src: a `rows_view` in global memory of fewer than 2^28 rows.
     row, end: traced integers of any value, end <= the rows of src.
     column: a multiple of the swizzle tile's columns, as the compiler can see. With `anywhere` any integer below 2^25 whose
-      block ends within src's rows, which need not be whole tiles then.
+      block ends within src's rows, which need not be whole tiles then. Or of a head: columns behind its end become zeros where
+      dst is one swizzle tile wide; in a wider one they hold whatever comes next in src.
     dst: [rows, columns] in shared memory, tiled and swizzled (`operand_transforms`). If it is wider than one swizzle tile,
       tiles divide the rows of src. Or [panels, rows, columns of a swizzle tile], of which each has the columns that follow.
     """
@@ -51,14 +64,20 @@ def load_rows(src: Any, row: Int, end: Int, column: Int, dst: Any, barrier: Any,
         plgpu.copy_gmem_to_smem(_window(src, row, end, column, dst.shape, anywhere), dst, barrier)
         return
     *panels, _, columns = dst.shape
+    assert not (panels and isinstance(column, OfHead)), "a block of a head is [rows, columns]"
     for panel in range(math.prod(panels)):
-        _load_interpreted(src, row, end, column + panel * columns, dst.at[panel] if panels else dst)
+        there = column if isinstance(column, OfHead) else column + panel * columns
+        _load_interpreted(src, row, end, there, dst.at[panel] if panels else dst)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barrier)
 
 
-def _load_interpreted(src: Any, row: Int, end: Int, column: Int, dst: Any) -> None:
+def _load_interpreted(src: Any, row: Int, end: Int, column: Int | OfHead, dst: Any) -> None:
     rows, columns = dst.shape
+    counts = columns
+    if isinstance(column, OfHead):
+        counts = column.clipped(columns)
+        column = column.head * column.size + column.first
     dst[...] = jnp.zeros(dst.shape, dst.dtype)
     for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
 
@@ -66,7 +85,8 @@ def _load_interpreted(src: Any, row: Int, end: Int, column: Int, dst: Any) -> No
         def _(offset: jax.Array = offset, count: int = count) -> None:
             # The row may end inside of the block: pad with zeros.
             whole = jnp.pad(src[0, 0, pl.ds(row + offset, count), :], ((0, 0), (0, columns)))
-            dst[pl.ds(offset, count), :] = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, columns))
+            found = lax.dynamic_slice(whole, (jnp.int32(0), jnp.int32(column)), (count, counts))
+            dst[pl.ds(offset, count), :] = jnp.pad(found, ((0, 0), (0, columns - counts)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,36 +265,40 @@ def _shared_address(ref: Any) -> jax.Array:
     return found
 
 
-def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int, anywhere: bool = False) -> None:
+def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int | OfHead, anywhere: bool = False) -> None:
     """Starts the copy dst[row + i, column + j] = src[i, j] of the rows before `end`, the reverse of `load_rows`.
 
-    It is a group of copies of its own for `wait_smem_to_gmem`.
+    It is a group of copies of its own for `wait_smem_to_gmem`. Columns of a head: src is one swizzle tile wide.
     """
     rows, columns = src.shape
     if not interpreting():
         plgpu.copy_smem_to_gmem(src, _window(dst, row, end, column, src.shape, anywhere))
         return
+    if isinstance(column, OfHead):
+        columns, column = column.clipped(columns), column.head * column.size + column.first
     length = jnp.clip(end - row, 0, rows)
     for offset, count, some in _binary(length, rows):
 
         @pl.when(some)
         def _(offset: jax.Array = offset, count: int = count) -> None:
             window = dst.at[0, 0, pl.ds(row + offset, count), pl.ds(column, columns)]
-            plgpu.copy_smem_to_gmem(src.at[pl.ds(offset, count), :], window, commit_group=False)
+            plgpu.copy_smem_to_gmem(src.at[pl.ds(offset, count), pl.ds(0, columns)], window, commit_group=False)
 
     plgpu.commit_smem_to_gmem_group()
     # The interpreter counts copies instead of groups, and would miss an empty group.
     pl.when(length == 0)(functools.partial(plgpu.wait_smem_to_gmem, 0, wait_read_only=True))
 
 
-def _window(ref: Any, row: Int, end: Int, column: Int, shape: tuple[int, ...], anywhere: bool) -> Any:
+def _window(ref: Any, row: Int, end: Int, column: Int | OfHead, shape: tuple[int, ...], anywhere: bool) -> Any:
     """A window of rows as `core/tma.py` takes it. Mosaic only takes multiples of 8 rows, so the row is written times 8.
 
-    And of columns multiples of what the swizzle tile has, so that with `anywhere` these are written times 64.
+    And of columns multiples of what the swizzle tile has, so that with `anywhere`, and of a head, these are written times 64.
     shape: [rows, columns], or [panels, rows, columns of each]: then `end` is a slice of as many.
     """
     *panels, rows, columns = shape
     kind = tma.WINDOW_ANYWHERE if anywhere else tma.WINDOW
+    if isinstance(column, OfHead):
+        kind, anywhere, column = tma.WINDOW_OF_HEAD + column.size, True, column.head * tma.HEAD_UNIT + column.first
     first = column * tma.COLUMN_UNIT if anywhere else column
     # Of a number that is known Pallas would see that the slice is none of the array.
     last = pl.ds(jnp.int32(end) + 0 * row, *panels) if panels else jnp.int32(end)

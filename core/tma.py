@@ -31,6 +31,8 @@ COLUMN_UNIT = 64
 ANYWHERE = 0x414E5957  # in the first dimension, of size 1: a block that begins anywhere
 WINDOW = 0x57494E44  # in the second dimension, of size 1: a window of rows
 WINDOW_ANYWHERE = 0x57414E59  # likewise: a window whose columns begin anywhere
+WINDOW_OF_HEAD = 0x57480000  # likewise, plus the columns of a head: a window whose columns end with a head
+HEAD_UNIT = 512  # a column of such a window is the head's number times this, plus the column within the head
 PAGES = 0x50470000  # likewise, plus the rows of a page: rows in pages, which a table in shared memory names
 type Slice = tuple[Any, ...]  # an index or a DynamicSlice for each dimension of the array
 type Transforms = tuple[launch_context.MemRefTransform, ...]
@@ -84,6 +86,38 @@ class _WindowOfRows(launch_context.MemRefTransform):
 
     def batch(self, leading_rank: int) -> _WindowOfRows:
         return self  # the two leading dimensions are those that `copy` squeezes
+
+
+@dataclasses.dataclass(frozen=True)
+class _WindowOfHead(launch_context.MemRefTransform):
+    """As `_WindowOfRows`, of rows that are heads of `size` columns each: TMA also clips a block where its head ends.
+
+    The column of a block is its head's number times HEAD_UNIT plus the column within the head. Blocks are one panel wide.
+    """
+
+    size: int
+    end: Any = dataclasses.field(compare=False)
+
+    def apply(self, ref: ir.Value) -> ir.Value:
+        ty = ir.MemRefType(ref.type)
+        row, itemsize = ty.shape[3], utils.bitwidth(ty.element_type) // 8
+        return _view(ref, self.transform_gmem_shape(ty.shape), [_WRAP_BYTES // itemsize - row, row, self.size, row, 1])
+
+    def transform_index(self, idx: Sequence[ir.Value]) -> tuple[ir.Value, ...]:
+        *_, row, column = idx
+        row = arith.addi(arith.subi(_index(_ROWS), self.end), row)
+        unit = _index(HEAD_UNIT)
+        return (_index(_ROWS), self.end, arith.divui(column, unit), row, arith.remui(column, unit))
+
+    def transform_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        *_, rows, columns = shape
+        return (1, 1, 1, rows, columns)
+
+    def transform_gmem_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (_ROWS + 1, _ROWS, shape[3] // self.size, _ROWS, self.size)
+
+    def batch(self, leading_rank: int) -> _WindowOfHead:
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +213,7 @@ def copy_any_shape() -> None:
         elif page_size := _page_size(gmem_slice):
             _pages(gmem, smem, gmem_slice, page_size, one)
         elif _is_window(gmem_slice):
-            _window_of_rows(smem, gmem_slice, one)
+            _window_of_rows(gmem, smem, gmem_slice, one)
         elif len(smem.type.shape) == 4 and (tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform, anywhere)):
             _ragged(gmem, smem, gmem_slice, tiling, to_smem, one)
         else:
@@ -225,19 +259,29 @@ def _may_be_beyond(part: Any) -> bool:
 
 
 def _is_window(gmem_slice: Slice) -> bool:
-    """Whether the slice is (end, WINDOW or WINDOW_ANYWHERE, rows, columns). Of several panels `end` is a slice of as many."""
+    """Whether the slice is (end, one of WINDOW..., rows, columns). Of several panels `end` is a slice of as many."""
     match gmem_slice:
         case (_, index, _, _):
-            return _is_constant(index, WINDOW) or _is_constant(index, WINDOW_ANYWHERE)
+            return _is_constant(index, WINDOW) or _is_constant(index, WINDOW_ANYWHERE) or _head_size(gmem_slice) is not None
     return False
 
 
 def _page_size(gmem_slice: Slice) -> int | None:
     """The rows of a page where the slice is (address, PAGES + rows of a page, rows, columns), else None."""
+    return _plus(PAGES, gmem_slice)
+
+
+def _head_size(gmem_slice: Slice) -> int | None:
+    """The columns of a head where the slice is (end, WINDOW_OF_HEAD + columns of a head, rows, columns), else None."""
+    return _plus(WINDOW_OF_HEAD, gmem_slice)
+
+
+def _plus(mark: int, gmem_slice: Slice) -> int | None:
+    """What the second index of a slice is beside a mark, else None."""
     match gmem_slice:
         case (_, index, _, _):
             value = _constant(index)
-            return value - PAGES if value is not None and 0 < value - PAGES < 2**16 else None
+            return value - mark if value is not None and 0 < value - mark < 2**16 else None
     return None
 
 
@@ -483,15 +527,19 @@ class _TilesBeyond(_InTiles):
         return (*lead, max(1, rows // self.tiling[0]), self.panels, *self.tiling)
 
 
-def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]) -> None:
+def _window_of_rows(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]) -> None:
     """Copies between a block in shared memory, tiled [rows / 8, panels, 8, panel], and rows up to `end` of an array.
 
     One panel lies in shared memory as plain rows, and so do panels that come one after the other: one copy. Several interleave
     every 8 rows: one copy where all rows come before `end`, else one for each 8, in a loop, so that the rare case takes few
     registers.
+
+    Of a head, a block of several panels may end beyond the head: its columns there are those that follow in the array, or zeros
+    behind the array's last.
     """
     end, kind, rows, columns = gmem_slice
-    anywhere = _is_constant(kind, WINDOW_ANYWHERE)
+    size = _head_size(gmem_slice)
+    anywhere = size is not None or _is_constant(kind, WINDOW_ANYWHERE)
     if anywhere:  # given times COLUMN_UNIT
         columns = utils.DynamicSlice(arith.divui(columns.base, _index(COLUMN_UNIT)), columns.length)
     row = arith.divui(rows.base, _index(ROW_UNIT))
@@ -503,20 +551,58 @@ def _window_of_rows(smem: ir.Value, gmem_slice: Slice, copy: Callable[..., None]
         return
     tiles, panels, tile, panel = smem.type.shape
     if panels == 1:
-        copy(utils.memref_fold(smem, 0, 3), block, (_WindowOfRows(None, end),))
+        plain = utils.memref_fold(smem, 0, 3)
+        if size is None:
+            copy(plain, block, (_WindowOfRows(None, end),))
+        else:
+            copy(utils.memref_unsqueeze(plain, 0), block, (_WindowOfHead(size, end),))
         return
+    there, beyond = columns, None
+    if size is not None:
+        there, beyond = _of_head(gmem, columns, size)
     whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, _index(rows.length)), end)
-    copy(smem, block, (_RowsAnywhere(tile, panel, anywhere),), whole)
-    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
+    at_once = whole if beyond is None else arith.andi(whole, _not(beyond(row, rows.length)))
+    copy(smem, (*block[:3], there), (_RowsAnywhere(tile, panel, anywhere),), at_once)
+    with ir.InsertionPoint(scf.IfOp(_not(at_once)).then_block):  # type: ignore[arg-type, call-arg]
         narrow = panel * utils.bitwidth(smem.type.element_type) < 8 * 128  # rows of less than 128 bytes
-        count = _opaque(tiles) if narrow else _index(tiles)  # unrolled, the producer's addresses would spill
+        count = _opaque(tiles) if narrow or beyond else _index(tiles)  # unrolled, the producer's addresses would spill
         loop = scf.ForOp(_index(0), count, _index(1))  # type: ignore[arg-type, call-arg]
         with ir.InsertionPoint(loop.body):
             first = arith.addi(row, arith.muli(loop.induction_variable, _index(tile)))
-            window = (0, 0, utils.DynamicSlice(first, tile), columns)
-            copy(utils.memref_slice(smem, loop.induction_variable), window, (_WindowOfRows(panel, end, anywhere),))
+            window, view = (0, 0, utils.DynamicSlice(first, tile)), _WindowOfRows(panel, end, anywhere)
+            own = utils.memref_slice(smem, loop.induction_variable)
+            if beyond is None:
+                copy(own, (*window, there), (view,))
+            else:
+                last = beyond(first, tile)
+                copy(own, (*window, there), (view,), _not(last))
+                with ir.InsertionPoint(scf.IfOp(last).then_block):  # type: ignore[arg-type, call-arg]
+                    by_panel = scf.ForOp(_index(0), _opaque(panels), _index(1))  # type: ignore[arg-type, call-arg]
+                    with ir.InsertionPoint(by_panel.body):
+                        number = by_panel.induction_variable
+                        at = utils.DynamicSlice(arith.addi(columns.base, arith.muli(number, _index(panel))), panel)
+                        place = utils.memref_slice(own, utils.DynamicSlice(number, 1))
+                        copy(place, (*window, at), (_WindowOfHead(size, end),))
+                        scf.YieldOp([])
+                    scf.YieldOp([])
             scf.YieldOp([])
         scf.YieldOp([])
+
+
+def _of_head(
+    gmem: ir.Value, columns: utils.DynamicSlice, size: int
+) -> tuple[utils.DynamicSlice, Callable[[ir.Value, int], ir.Value]]:
+    """The columns of the array that a block of a head has; whether one of some rows from a first on ends behind the array."""
+    unit, (*_, m, n) = _index(HEAD_UNIT), gmem.type.shape
+    head, within = arith.divui(columns.base, unit), arith.remui(columns.base, unit)
+    there = utils.DynamicSlice(arith.addi(arith.muli(head, _index(size)), within), columns.length)
+    after = _not(_ends_by(there, n))
+    last = max(0, m - math.ceil((columns.length - size) / n))  # up to here as many columns follow in the array
+
+    def beyond(row: ir.Value, rows: int) -> ir.Value:
+        return arith.andi(after, arith.cmpi(arith.CmpIPredicate.ugt, arith.addi(row, _index(rows)), _index(last)))
+
+    return there, beyond
 
 
 def _pages(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, page_size: int, copy: Callable[..., None]) -> None:
@@ -545,7 +631,7 @@ def _pages(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, page_size: int, co
         window = utils.DynamicSlice(arith.muli(row, _index(ROW_UNIT)), page_size)
         own = utils.memref_slice(smem, (utils.DynamicSlice(arith.muli(piece, _index(tiles)), tiles),))
         there = (arith.addi(row, left), _index(WINDOW), window, columns)
-        _window_of_rows(own, there, functools.partial(copy, thread=mine))
+        _window_of_rows(gmem, own, there, functools.partial(copy, thread=mine))
 
 
 def _page(address: ir.Value, piece: ir.Value, pages: int) -> ir.Value:

@@ -332,7 +332,7 @@ class ThreadBlock:
         return ThreadBlock(
             p=p,
             c=c,
-            x=Operands(p, refs.q, refs.k, refs.v, refs.optional),
+            x=Operands(p, refs.q, refs.k, refs.v, refs.optional, c.group_splits),
             refs=refs,
             dk=dk,
             dv=dv,

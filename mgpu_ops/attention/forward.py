@@ -36,17 +36,18 @@ from mgpu_ops.attention.launch import (
     as_blocks,
     as_rows,
     comes_in_rounds,
+    has_room,
     in_panels,
     in_rows,
     optional_refs,
-    pad_head,
     rows_like,
     run,
     specialize,
+    with_room,
 )
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
-from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage
+from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage, columns_of
 from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, deals_tiles, masks_all, output_tiles
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.attention.softmax import THRESHOLD, OnlineSoftmax, Scores
@@ -139,9 +140,9 @@ class _ThreadBlock:
         """The first row of an output tile."""
         return Position.of(number, self.p.q_tokens, self.p.q_heads, self.tile_q)
 
-    def order(self, at: Position) -> BlockOrder:
+    def order(self, at: Position, terms: MaskTerms) -> BlockOrder:
         """The kv blocks of an output tile, in the order in which producer and consumers go through them."""
-        blocks = self.x.kv_range(at.batch, at.token, self.tile_q, self.c.tile_kv)
+        blocks = self.x.kv_range(at.batch, at.token, self.tile_q, self.c.tile_kv, terms)
         return BlockOrder.all_masked(blocks) if masks_all(self.p, self.c) else BlockOrder.of(blocks)
 
     @property
@@ -182,33 +183,41 @@ class _ThreadBlock:
 
     def _load_output_tile(self, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
         x, at = self.x, self.position(number)
+        terms = x.mask_terms(at.batch)
 
         def queries(stage: jax.Array, full: Any) -> None:
             for part in self.parts:
-                x.load_rows(x.q, at, self.smem[part.name("q")].at[stage], full, part)
+                x.load_rows(x.q, at, self.smem[part.name("q")].at[stage], full, part, terms)
 
         # Waits until the consumers have stored the output tile that was in this stage of q: outputs leave from there.
         self.q_pipeline.fill(i, queries)
-        order = self.order(at)
+        order = self.order(at, terms)
         kv_head = lax.div(at.head, jnp.int32(self.p.q_heads // self.p.kv_heads))
-        return order.for_each(functools.partial(self._load_kv_block, at, kv_head), step)
+        return order.for_each(functools.partial(self._load_kv_block, at, terms, kv_head), step)
 
     def _load_kv_block(
-        self, at: Position, kv_head: jax.Array, member: jax.Array, block: jax.Array, step: jax.Array, masked: bool
+        self,
+        at: Position,
+        terms: MaskTerms,
+        kv_head: jax.Array,
+        member: jax.Array,
+        block: jax.Array,
+        step: jax.Array,
+        masked: bool,
     ) -> jax.Array:
         del member, masked
         x, first = self.x, Position(at.batch, kv_head, block * self.c.tile_kv)
 
         def keys(stage: jax.Array, full: Any) -> None:
             for part in self.parts:
-                x.load_keys(x.k, first, self.smem[part.name("k")].at[stage], full, part)
+                x.load_keys(x.k, first, self.smem[part.name("k")].at[stage], full, part, terms)
             x.load_segments("kv", at, first.token, Stage(self.smem, stage, full))
 
         # Keys and values have pipelines of their own: keys are empty again a step earlier than the values of their block.
         self.k_pipeline.fill(step, keys)
         for bias, rows in self._bias_parts():
             bias.fill(step, functools.partial(self._load_bias, at, first.token, rows))
-        self.v_pipeline.fill(step, lambda stage, full: x.load_block(x.v, "kv", first, self.smem["v"].at[stage], full))
+        self.v_pipeline.fill(step, lambda stage, full: x.load_block(x.v, "kv", first, self.smem["v"].at[stage], full, terms))
         return step + 1
 
     def _bias_parts(self) -> list[tuple[Pipeline, pl.Slice]]:
@@ -246,7 +255,8 @@ class _Consumer:
         if block.turns is not None and not masks_all(block.p, block.c):
             block.turns.start()
         consumer = _Consumer(block, wg, own, tiles, mask, block.x.inputs.options[0] * LOG2E, s_acc, o_acc)
-        carry: Any = block.tiles.number(0), jnp.int32(0), *([jnp.int32(0)] if masks_all(block.p, block.c) else [])
+        number = block.tiles.number(0)
+        carry: Any = (number, *consumer._ends(number)), jnp.int32(0), *([jnp.int32(0)] if masks_all(block.p, block.c) else [])
         if isinstance(block.tiles, tile_scheduler.OwnTile):
             carry = consumer._output_tile(jnp.int32(0), carry)
         else:
@@ -258,11 +268,11 @@ class _Consumer:
 
     def _output_tile(self, i: jax.Array, carry: Any) -> Any:
         """Stages of an output tile; the producer meanwhile loads what comes next."""
-        number, step, *skipped = carry
+        (number, *ends), step, *skipped = carry
         tiles, two_q_stages = self.block.tiles, self.block.c.q_slots > 1
         # The number of the next tile is read early, as global memory is far. Configs of one q stage have no register for it.
         following = tiles.number(i + 1) if two_q_stages else None
-        rows = self._rows(i, number)
+        rows = self._rows(i, number, *ends)
         all_masked = masks_all(self.block.p, self.block.c)
         if all_masked:
             step = rows.skip_unseen(step, *skipped)
@@ -280,19 +290,29 @@ class _Consumer:
         weights, softmax, step = lax.fori_loop(0, count, overlapped, (weights, softmax, step + 1))
         if not two_q_stages:
             following = tiles.number(i + 1)
+        next_tile = following, *self._ends(following)
         # 4. The last weights times values, and the way out.
         rows.store(rows.last_values(weights, step - 1), softmax.added_up())
         if not two_q_stages:
             self._release_queries(i)
-        return (following, step, rows.own.after) if all_masked else (following, step)
+        return (next_tile, step, rows.own.after) if all_masked else (next_tile, step)
 
-    def _rows(self, i: jax.Array, number: jax.Array) -> _Rows:
-        """Those of output tile i. Its queries may not have come yet."""
+    def _ends(self, number: jax.Array) -> tuple[Int, ...]:
+        """Where queries and keys of a tile's batch entry end, read ahead as the tile's number is; where no register is free for
+        it, nothing.
+        """
+        if not self.block.p.lengths or self.block.p.segments or self.block.c.q_slots == 1:
+            return ()
+        terms = self.block.x.mask_terms(self.block.position(number).batch)
+        return terms.q_end, terms.kv_end
+
+    def _rows(self, i: jax.Array, number: jax.Array, *ends: Int) -> _Rows:
+        """Those of output tile i. Its queries may not have come yet. ends: of `_ends`."""
         block = self.block
         at = block.position(number)
-        order = block.order(at)
+        terms = MaskTerms.of(block.p, *ends) if ends else block.x.mask_terms(at.batch)
+        order = block.order(at, terms)
         at = at._replace(token=at.token + self.wg * ROWS)
-        terms = block.x.mask_terms(at.batch)
         stage = opaque(lax.rem(i, jnp.int32(block.c.q_slots)))
         q = [block.smem[part.name("q")].at[stage, panel, self.own, :] for part, panel in panels(block.parts)]
         segments = block.x.inputs.segments
@@ -537,8 +557,11 @@ class _Rows:
             softmax, rescale = softmax.with_sink(block.x.sink(at.batch, at.head) * LOG2E)
         normalised = softmax.normalise(out, some_see_nothing=some_see_nothing(p), rescale=rescale).astype(p.dtype)
         # This warpgroup's queries are done with: the output leaves from their place, panel by panel. It may have fewer.
-        columns = [(part.column(panel), part.panel) for part, panel in panels(block.parts)]
-        places = [(place, first, width) for place, (first, width) in zip(self.q, columns, strict=True) if first < p.v_dim]
+        columns, stored = (
+            [(part.column(panel), part.panel) for part, panel in panels(block.parts)],
+            block.out.shape[-1] // p.q_heads,
+        )
+        places = [(place, first, width) for place, (first, width) in zip(self.q, columns, strict=True) if first < stored]
         for place, first, width in places:
             place[...] = normalised[:, first : first + width]
         block.smem["lse"][wg] = softmax.log_sum_exp()
@@ -546,7 +569,8 @@ class _Rows:
         start = at.batch * p.q_tokens
         for place, first, width in places:
             row, end = start + at.token, start + p.q_tokens
-            store_rows(place, block.out, row, end, at.head * p.v_dim + first, p.v_dim % width != 0)
+            column = columns_of(block.out, p.q_heads, at.head, p.v_dim, first)
+            store_rows(place, block.out, row, end, column, p.v_dim % width != 0)
         plgpu.copy_smem_to_gmem(block.smem["lse"].at[wg], block.lse.at[at.batch, at.head, pl.ds(at.token, ROWS)])
 
 
@@ -558,7 +582,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     """
     v_dim, d, v_d = p.v_dim, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
     p = dataclasses.replace(p, head_dim=d, v_head_dim=v_d if v_d < d else 0)
-    q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
+    q, k, v = (with_room(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
     tile_q, stages, consumers = ROWS * c.compute_warpgroups, c.max_concurrent_steps, c.compute_warpgroups
     tiles, copies = math.ceil(p.q_tokens / tile_q), len(panels(parts(d)))
     blocks = _thread_blocks(p, c, output_tiles(p, c), gpu)
@@ -595,7 +619,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     if schedule is not None and optional.share_bias:
         schedule = tile_scheduler.entries_together(schedule, tiles, p.batch, p.q_heads, p.q_heads // p.kv_heads)
     refs = _Refs(schedule, as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
-    out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_d), q.dtype)
+    out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_dim if has_room(p.q_heads, v_dim) else v_d), q.dtype)
     out_type = rows_like(out_like), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)
     out, lse = run(
         body, "mgpu_ops_flash_attention", blocks if schedule is None else len(schedule), spec, refs, out_type, interpret

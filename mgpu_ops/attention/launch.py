@@ -120,7 +120,7 @@ def in_rows(part: Part, lead: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardArrays:
-    """What the backward kernels are given; head_dim is padded."""
+    """What the backward kernels are given; heads have fewer columns than these compute where `with_room` left them."""
 
     q: jax.Array
     k: jax.Array
@@ -146,9 +146,25 @@ def as_rows(x: jax.Array) -> jax.Array:
 def as_blocks(x: jax.Array, tile: int, problem: Problem) -> jax.Array:
     """As `Operands.load_block` takes it in tiles: x itself where they divide the tokens, else `as_rows(x)`.
 
-    Copies from an array that tiles divide never need to be cut, and take less code; lengths cut any.
+    Copies from an array that tiles divide never need to be cut, and take less code; lengths cut any, and so do heads with fewer
+    columns than the kernel computes.
     """
-    return x if x.shape[1] % tile == 0 and not problem.lengths else as_rows(x)
+    cut = problem.lengths or x.shape[3] not in (problem.head_dim, problem.v_dim)
+    return x if x.shape[1] % tile == 0 and not cut else as_rows(x)
+
+
+def with_room(x: jax.Array, head_dim: int) -> jax.Array:
+    """x itself where the kernel's copies can end with a head of fewer columns than it computes, else `pad_head(x)`.
+
+    TMA takes heads of whole 16 bytes; and Pallas no block that is wider than a row.
+    """
+    _, _, heads, size = x.shape
+    return x if has_room(heads, size) else pad_head(x, head_dim)
+
+
+def has_room(heads: int, size: int) -> bool:
+    """Whether the kernels' copies can end with heads of `size` columns (`with_room`)."""
+    return size % 8 == 0 and heads * size >= PANEL
 
 
 def pad_head(x: jax.Array, head_dim: int) -> jax.Array:

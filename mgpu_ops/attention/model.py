@@ -111,7 +111,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "compute_warpgroups": (1, 2, 3),
         "tile_kv": (64, 128, 192, 256),
         "max_concurrent_steps": (2, 3, 4),
-        "q_slots": (1, 2),
+        "q_slots": (1, 2, 3),
         "section_waves": SECTION_WAVES,
         "memory_registers": (24, 32, 40, 48, 56, 72),
         "pv_wait": ("half", "early", "late"),

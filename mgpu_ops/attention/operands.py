@@ -17,7 +17,7 @@ from mgpu_ops.attention.layouts import load_tile
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.problem import Problem
 from mgpu_ops.core import engine
-from mgpu_ops.core.rows import load_rows
+from mgpu_ops.core.rows import OfHead, load_rows
 from mgpu_ops.core.tile_scheduler import Int
 
 
@@ -34,6 +34,12 @@ class Position(NamedTuple):
         tiles = jnp.int32(math.ceil(tokens / tile))
         head, own = lax.div(number, tiles), lax.rem(number, tiles)
         return Position(lax.div(head, jnp.int32(heads)), lax.rem(head, jnp.int32(heads)), own * tile)
+
+
+def columns_of(rows: Any, heads: int, head: Int, head_dim: int, first: int = 0) -> Int | OfHead:
+    """Where the columns of a head, from `first` on, lie in rows [..., heads * size]: `head_dim` is `size` or larger."""
+    size = rows.shape[-1] // heads
+    return head * size + first if size == head_dim else OfHead(head, first, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +89,11 @@ class Operands:
     """q, k, v and `Inputs` in global memory, as a thread block of a kernel sees them."""
 
     problem: Problem
-    q: Any  # rows of [batch * q_tokens, q_heads * head_dim], as `rows.load_rows` takes them
+    q: Any  # rows of [batch * q_tokens, q_heads * head_dim], as `rows.load_rows` takes them; heads may have fewer columns
     k: Any  # [batch * kv_tokens, kv_heads * head_dim], likewise
     v: Any
     optional: OptionalRefs
+    group_splits: int = 1  # `problem` has this many heads of keys for each of the arrays
 
     @property
     def inputs(self) -> Inputs:
@@ -105,9 +112,13 @@ class Operands:
             )
         return MaskTerms.of(p, q_end, kv_end)
 
-    def kv_range(self, b: Int, row: Int, rows: Int, tile_kv: int) -> BlockRange:
-        """`MaskTerms.kv_range`, less the blocks at both ends in which no key shares a segment with one of the rows."""
-        return self._within_segments(b, row, rows, self.mask_terms(b).kv_range(row, rows, tile_kv))
+    def kv_range(self, b: Int, row: Int, rows: Int, tile_kv: int, terms: MaskTerms | None = None) -> BlockRange:
+        """`MaskTerms.kv_range`, less the blocks at both ends in which no key shares a segment with one of the rows.
+
+        terms: of batch entry b, where they have been read. To read lengths again takes a trip to the L1.
+        """
+        terms = self.mask_terms(b) if terms is None else terms
+        return self._within_segments(b, row, rows, terms.kv_range(row, rows, tile_kv))
 
     def q_range(self, b: Int, key: Int, keys: int, tile_q: int) -> BlockRange:
         """`MaskTerms.q_range`, less the blocks at both ends in which no row shares a segment with one of the keys."""
@@ -125,41 +136,55 @@ class Operands:
 
     # --- Copies to shared memory, which arrive at a full barrier when they are done
 
-    def load_rows(self, src: Any, at: Position, dst: Any, full: Any, part: Part | None = None) -> None:
+    def load_rows(
+        self, src: Any, at: Position, dst: Any, full: Any, part: Part | None = None, terms: MaskTerms | None = None
+    ) -> None:
         """Starts the copies of query rows of one head: dst is [panels, rows, panel], for a part of the head.
 
         part: the whole head by default. Rows beyond the end arrive as zeros, here and below, and so do those beyond a length:
-        whatever the padding holds, be it NaN, counts as 0.
+        whatever the padding holds, be it NaN, counts as 0. terms: as for `kv_range`.
         """
-        start = at.batch * self.problem.q_tokens
-        self._load_panels(src, start, self.mask_terms(at.batch).q_end, at, dst, full, part)
+        p, terms = self.problem, self.mask_terms(at.batch) if terms is None else terms
+        self._load_panels(src, p.q_heads, at.batch * p.q_tokens, terms.q_end, at, dst, full, part)
 
-    def load_keys(self, src: Any, at: Position, dst: Any, full: Any, part: Part | None = None) -> None:
+    def load_keys(
+        self, src: Any, at: Position, dst: Any, full: Any, part: Part | None = None, terms: MaskTerms | None = None
+    ) -> None:
         """Starts the copies of keys or values of one of their heads: dst is [panels, keys, panel], or a whole head's rows."""
-        start = at.batch * self.problem.kv_tokens
-        self._load_panels(src, start, self.mask_terms(at.batch).kv_end, at, dst, full, part)
+        p, terms = self.problem, self.mask_terms(at.batch) if terms is None else terms
+        heads = p.kv_heads // self.group_splits
+        self._load_panels(src, heads, at.batch * p.kv_tokens, terms.kv_end, at, dst, full, part)
 
-    def _load_panels(self, src: Any, start: Int, end: Int, at: Position, dst: Any, full: Any, part: Part | None) -> None:
+    def _load_panels(
+        self, src: Any, heads: int, start: Int, end: Int, at: Position, dst: Any, full: Any, part: Part | None
+    ) -> None:
         part = whole(self.problem.head_dim) if part is None else part
         if len(dst.shape) == 2:
-            load_rows(src, start + at.token, start + end, at.head * part.head_dim, dst, full)
+            load_rows(src, start + at.token, start + end, columns_of(src, heads, at.head, part.head_dim), dst, full)
             return
         for panel in range(dst.shape[0]):
-            column = at.head * part.head_dim + part.column(panel)
+            column = columns_of(src, heads, at.head, part.head_dim, part.column(panel))
             load_rows(src, start + at.token, start + end, column, dst.at[panel], full, part.anywhere)
 
-    def load_block(self, src: Any, kind: Literal["q", "kv"], at: Position, dst: Any, full: Any) -> None:
+    def load_block(
+        self, src: Any, kind: Literal["q", "kv"], at: Position, dst: Any, full: Any, terms: MaskTerms | None = None
+    ) -> None:
         """Starts the copy of a q block (or the gradient of one) or a kv block: dst is [tokens, columns of a head].
 
-        A product with a whole row of them takes fewer instructions than with one of panels. src: see `launch.as_blocks`.
+        A product with a whole row of them takes fewer instructions than with one of panels. src: see `launch.as_blocks`. terms:
+        as for `kv_range`.
         """
         rows, d = dst.shape
         if src.shape[:2] != (1, 1):
             engine.copy_gmem_to_smem(src.at[at.batch, pl.ds(at.token, rows), at.head], dst, full)
             return
-        p, terms = self.problem, self.mask_terms(at.batch)
-        tokens, end = (p.q_tokens, terms.q_end) if kind == "q" else (p.kv_tokens, terms.kv_end)
-        load_rows(src, at.batch * tokens + at.token, at.batch * tokens + end, at.head * d, dst, full)
+        p, terms = self.problem, self.mask_terms(at.batch) if terms is None else terms
+        tokens, end, heads = (
+            (p.q_tokens, terms.q_end, p.q_heads)
+            if kind == "q"
+            else (p.kv_tokens, terms.kv_end, p.kv_heads // self.group_splits)
+        )
+        load_rows(src, at.batch * tokens + at.token, at.batch * tokens + end, columns_of(src, heads, at.head, d), dst, full)
 
     def load_optional(self, kind: Literal["q", "kv"], own: Position, token: Int, stage: Stage) -> None:
         """Starts the copies of what a q block or kv block that begins at `token` has beside its tokens: segments and bias.

@@ -121,7 +121,8 @@ class Config:
     compute_warpgroups: consumer warpgroups, 1 to 3, with 64 query rows each. One producer warpgroup comes on top.
     tile_kv: keys of a kv block, which is one step of the loop.
     max_concurrent_steps: stages of the pipelines of keys and of values, a kv block each.
-    q_slots: stages of the pipeline of queries. With 2, the next q block loads while consumers work on this one.
+    q_slots: stages of the pipeline of queries. With 2, the next q block loads while consumers work on this one; with 3, from
+      before they begin it, which pays where keys are few. The output leaves from there.
     section_waves: heads are worked through in sections that fill the GPU that many times, their longest tiles first.
     memory_registers: registers of a producer thread. The consumers share the rest.
     pv_wait: when to wait for weights times values: "late", after the softmax of the next kv block; "half", after half of its
@@ -292,8 +293,8 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         return f"tile_kv={c.tile_kv} must be a multiple of {PANEL} (a swizzle row of keys) up to 256 (wgmma's N)"
     if not 2 <= c.max_concurrent_steps <= 16:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 16: keys are copied a step ahead of values"
-    if c.q_slots not in (1, 2):
-        return f"q_slots={c.q_slots} is neither 1 nor 2"
+    if c.q_slots not in (1, 2, 3):
+        return f"q_slots={c.q_slots} is not 1, 2 or 3"
     if not 1 <= c.section_waves <= 1024:
         return f"section_waves={c.section_waves} must be from 1 to 1024"
     if reason := limits.check_producer_registers(c.memory_registers):

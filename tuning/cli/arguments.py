@@ -66,7 +66,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b", "anywhere", "moe-fp8"),
     "flash_attention": (
         *("llm", "d64", "d128", "d256", "heads", "decode", "decode-heads"),
-        *("sinks", "paged", "kv8", "cudnn-frontend", "anywhere"),
+        *("sinks", "paged", "kv8", "cudnn-frontend", "other-models", "anywhere"),
     ),
     "flash_attention_backward": ("llm", "d64", "d128", "d256", "heads", "cudnn-frontend"),
     "cross_entropy": ("llm", "gradient", "anywhere"),
