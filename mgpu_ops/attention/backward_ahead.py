@@ -85,6 +85,31 @@ class _Consumer:
         block, order = self.block, kv.q_blocks
         members, masks = block.group, block.p.masks(block.c.tile_kv)
         engine.barrier_arrive(self.together)  # the place of dS is free
+
+        def visit(_: Int, nothing: None) -> None:
+            self._visit(kv, masks, done)
+
+        # Steps 1 to 3. With lengths a kv block may be all padding, which no q block visits: a branch, in the form of a loop,
+        # which takes accumulators.
+        if isinstance(order, BlockOrder) and block.p.lengths:
+            lax.fori_loop(0, jnp.minimum(order.masked, 1), visit, None)
+        else:
+            visit(0, None)
+        # 4. The way out.
+        dk, dv = self.dk_acc[...] * block.x.inputs.options[0], self.dv_acc[...]
+        plgpu.barrier_wait(self.together)  # both are done with keys and values: the gradients leave from there
+        own = self.wg * ROWS
+        at = kv.at._replace(token=kv.at.token + own)
+        for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
+            block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
+        for acc in (self.dk_acc, self.dv_acc):
+            acc[...] = jnp.zeros(acc.shape, jnp.float32)
+        block.release_keys()
+        return done + (order.count if isinstance(order, TurnOrder) else order.masked + order.unmasked) * members
+
+    def _visit(self, kv: KvBlock, masks: bool, done: jax.Array) -> None:
+        """Adds to dk, dv and dq all q blocks, at least one."""
+        block, order, members = self.block, kv.q_blocks, self.block.group
         # 1. The first q block, but for its dq and dk.
         last = self._first(kv, masks, done)
         # 2. The others, each with dq and dk of the one before: first those with a mask.
@@ -105,17 +130,6 @@ class _Consumer:
         self._add_dq(kv, last)  # while dk is computed
         engine.wgmma_wait(0)
         engine.barrier_arrive(block.q_pipeline.empty.at[last.stage])
-        # 4. The way out.
-        dk, dv = self.dk_acc[...] * block.x.inputs.options[0], self.dv_acc[...]
-        plgpu.barrier_wait(self.together)  # both are done with keys and values: the gradients leave from there
-        own = self.wg * ROWS
-        at = kv.at._replace(token=kv.at.token + own)
-        for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
-            block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
-        for acc in (self.dk_acc, self.dv_acc):
-            acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        block.release_keys()
-        return done + (order.count if isinstance(order, TurnOrder) else order.masked + order.unmasked) * members
 
     # --- Steps
 

@@ -371,7 +371,10 @@ class ThreadBlock:
                 whole = jnp.where(blocks.whole_end < blocks.end, blocks.end, blocks.whole)
                 blocks, back = blocks._replace(whole=whole, whole_end=blocks.end), False
             return KvBlock(at, TurnOrder(blocks, start, front=front, back=back))
-        order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
+        terms = self.x.mask_terms(at.batch)
+        order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q, terms))
+        if self.p.lengths and not self.p.segments and self.p.head_dim <= 128:
+            order = order.none_where(at.token >= terms.kv_end)  # keys that are padding
         if self.c.q_order == "apart":
             order = dataclasses.replace(order, start=self._start(at, order))
         return KvBlock(at, order)

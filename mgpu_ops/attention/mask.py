@@ -102,7 +102,8 @@ class MaskTerms:
 
 @dataclasses.dataclass(frozen=True)
 class BlockOrder:
-    """The order in which the blocks of a `BlockRange` are visited: first those with a mask, at least one, then the others.
+    """The order in which the blocks of a `BlockRange` are visited: first those with a mask, at least one, then the others. Or
+    none (`none_where`).
 
     Each list runs from the last block to the first, but for `start`. Two loops, one with a mask and one without, have no branch
     inside.
@@ -121,6 +122,11 @@ class BlockOrder:
     def all_masked(blocks: BlockRange) -> BlockOrder:
         """All of them masked, from the last to the first."""
         return BlockOrder(blocks._replace(whole=blocks.first, whole_end=blocks.first))
+
+    def none_where(self, nothing: jax.Array) -> BlockOrder:
+        """No block at all where `nothing`."""
+        first, whole, whole_end, end = self.blocks
+        return BlockOrder(BlockRange(first, *(jnp.where(nothing, first, x) for x in (whole, whole_end, end))))
 
     @property
     def masked(self) -> Int:

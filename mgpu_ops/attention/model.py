@@ -164,6 +164,13 @@ _MEASURED_WIDE = {
     (80, 80): Config(2, 192, 3, 2, 1, 40, "half", turns="products", rescale="conditional"),
     (96, 96): Config(2, 192, 2, 2, 1, 40, "half", turns="products", rescale="conditional"),
 }
+# Of up to `_SHORT_KEYS` keys, without a window, segments and a bias: a tile is over before the next queries could load.
+_MEASURED_SHORT = {
+    (64, 64): Config(2, 64, 3, 3, 1, 40, "half", turns="products"),
+    (80, 80): Config(2, 64, 3, 3, 1, 48, "half", turns="products"),
+    (128, 128): Config(2, 128, 2, 3, 1, 40, "half", turns="products"),
+}
+_SHORT_KEYS = 128
 _WIDE_FROM = 4096  # keys: 2048 took 2 % longer than with steps of 128
 # A config modelled this much faster than the measured one is the default in its place: by tiles of the measured one for an SM.
 _MARGIN_FEW, _MARGIN_MANY, _FEW_TILES = 1.05, 1.10, 16
@@ -213,14 +220,24 @@ def _measured(problem: Problem, gpu: Gpu) -> Config | None:
     dims = rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)
     wide = problem.kv_tokens >= _WIDE_FROM and problem.left is None and not problem.segments and not problem.lengths
     special = _MEASURED_WITH_BIAS if problem.bias != "none" else _MEASURED_WIDE if wide else {}
+    special = _MEASURED_SHORT if _is_short(problem) else special
     found = special.get(dims) or _MEASURED.get(dims)
     if found is None:
         return None
+    if problem.lengths and special is _MEASURED_SHORT and dims == (64, 64):
+        found = dataclasses.replace(found, tile_kv=128)
     least = _producer_registers(problem, found.compute_warpgroups, found.tile_kv)
     section = _section(problem, gpu, found.section_waves)
     if problem.bias != "none" and output_tiles(problem, found) <= gpu.sms:
         found = dataclasses.replace(found, q_slots=1)  # a block has one tile, and a bias takes the room of the next queries
     return dataclasses.replace(found, section_waves=section, memory_registers=max(found.memory_registers, least))
+
+
+def _is_short(problem: Problem) -> bool:
+    """Whether `_MEASURED_SHORT` is for it: of head dim 80 also up to twice as many keys, two steps of 64 for each of 128."""
+    p = problem
+    keys = _SHORT_KEYS * (1 + (rounded(p.head_dim) == 80))
+    return p.kv_tokens <= keys and p.left is None and not p.segments and p.bias == "none"
 
 
 def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
@@ -293,6 +310,8 @@ def default(problem: Problem, gpu: Gpu) -> Config:
         or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1)
     ):
         return best
+    if measured.q_slots == 3:  # `cost` knows too little of it
+        return measured if output_tiles(problem, measured) > gpu.sms else best
     margin = _MARGIN_FEW if output_tiles(problem, measured) <= _FEW_TILES * gpu.sms else _MARGIN_MANY
     return measured if cost(problem, measured, gpu) <= margin * cost(problem, best, gpu) else best
 
@@ -317,6 +336,7 @@ class _Fitted:
     alone: float = 0.28e-6  # s more where nothing of it overlaps with the next one
     own_softmax: float = 0.7  # of its share of all consumers' softmax, that one consumer takes by itself
     tile: float = 1.5e-6  # s of an output tile beside its steps
+    tile_ahead: float = 1.05e-6  # likewise, of few keys with three stages of queries, which load before the tile begins
     refill: float = 2.5e-6  # s more where the next queries cannot load before the output is stored
     uneven: float = 0.23  # of an average tile, that the last block ends later where tiles differ
     # Of results/2026-11-27-h100-flash_attention-defaults.jsonl:
@@ -357,7 +377,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     several = len(tiles) * entries > gpu.sms  # for a block
     if c.tile_kv < 2 * ROWS and p.kv_tokens <= _SHORT and p.right is not None and p.left is None and not p.segments:
         tiles = tiles * _FIT.short_causal
-    tiles = tiles + _FIT.tile + _FIT.refill * (c.q_slots == 1 and several)
+    ahead = c.q_slots == 3 and p.kv_tokens <= _SHORT_KEYS
+    tiles = tiles + (_FIT.tile_ahead if ahead else _FIT.tile) + _FIT.refill * (c.q_slots == 1 and several)
     work = shared_out(tiles, entries, gpu)
     every = output_tiles(p, c)
     unlike = p.segments or (p.lengths and p.batch > 1)
