@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock, opaque_zero
+from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, ThreadBlock, opaque_zero, skips_padding
 from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
@@ -89,9 +89,8 @@ class _Consumer:
         def visit(_: Int, nothing: None) -> None:
             self._visit(kv, masks, done)
 
-        # Steps 1 to 3. With lengths a kv block may be all padding, which no q block visits: a branch, in the form of a loop,
-        # which takes accumulators.
-        if isinstance(order, BlockOrder) and block.p.lengths:
+        # Steps 1 to 3, where there is a q block: a branch, in the form of a loop, which takes accumulators.
+        if isinstance(order, BlockOrder) and skips_padding(block.p, block.c):
             lax.fori_loop(0, jnp.minimum(order.masked, 1), visit, None)
         else:
             visit(0, None)

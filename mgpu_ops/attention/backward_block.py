@@ -82,6 +82,11 @@ def in_turns(p: BackwardProblem, c: BackwardConfig) -> bool:
     return p.deterministic and c.mode == "fused"
 
 
+def skips_padding(p: BackwardProblem, c: BackwardConfig) -> bool:
+    """Whether no q block visits a kv block that is all padding. Not worth a branch where no entry has a second kv block."""
+    return p.lengths and not p.segments and p.head_dim <= 128 and p.kv_tokens > c.tile_kv and not in_turns(p, c)
+
+
 def dealt(p: BackwardProblem) -> bool:
     """Where thread blocks take turns: whether there are as many as tiles, which the GPU deals in the order of their numbers.
 
@@ -371,10 +376,9 @@ class ThreadBlock:
                 whole = jnp.where(blocks.whole_end < blocks.end, blocks.end, blocks.whole)
                 blocks, back = blocks._replace(whole=whole, whole_end=blocks.end), False
             return KvBlock(at, TurnOrder(blocks, start, front=front, back=back))
-        terms = self.x.mask_terms(at.batch)
-        order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q, terms))
-        if self.p.lengths and not self.p.segments and self.p.head_dim <= 128:
-            order = order.none_where(at.token >= terms.kv_end)  # keys that are padding
+        order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
+        if skips_padding(self.p, self.c):
+            order = order.none_where(at.token >= self.x.mask_terms(at.batch).kv_end)
         if self.c.q_order == "apart":
             order = dataclasses.replace(order, start=self._start(at, order))
         return KvBlock(at, order)

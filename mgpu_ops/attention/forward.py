@@ -45,7 +45,7 @@ from mgpu_ops.attention.launch import (
     specialize,
     with_room,
 )
-from mgpu_ops.attention.layouts import TILE, along_rows, load_per_column, load_per_row, load_tile, opaque
+from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage, columns_of
 from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, deals_tiles, masks_all, output_tiles
@@ -143,13 +143,7 @@ class _ThreadBlock:
     def order(self, at: Position, terms: MaskTerms) -> BlockOrder:
         """The kv blocks of an output tile, in the order in which producer and consumers go through them."""
         blocks = self.x.kv_range(at.batch, at.token, self.tile_q, self.c.tile_kv, terms)
-        order = BlockOrder.all_masked(blocks) if masks_all(self.p, self.c) else BlockOrder.of(blocks)
-        return order.none_where(at.token >= terms.q_end) if self.skips_padding else order
-
-    @property
-    def skips_padding(self) -> bool:
-        """Whether an output tile of nothing but padding visits no kv block."""
-        return self.p.lengths and not self.p.segments and not masks_all(self.p, self.c)
+        return BlockOrder.all_masked(blocks) if masks_all(self.p, self.c) else BlockOrder.of(blocks)
 
     @property
     def turns(self) -> Turns | None:
@@ -284,47 +278,24 @@ class _Consumer:
             step = rows.skip_unseen(step, *skipped)
         # 1. Wait for the queries.
         plgpu.barrier_wait(self.block.q_pipeline.full.at[rows.q_stage])
-
-        def compute(step: jax.Array) -> tuple[Any, jax.Array]:
-            # 2. kv blocks with a mask, one after the other. Of the last, the weights are left in registers.
-            weights, softmax, step = rows.first_of_all(step) if all_masked else rows.masked_blocks(step)
-            if two_q_stages:
-                # The last tile's output left from its q stage during step 2: the producer may now fill that stage.
-                pl.when(i > 0)(lambda: self._release_queries(i - 1))
-            # 3. The other kv blocks: scores of one overlap with weights times values of the block before.
-            count, overlapped = (
-                (rows.own.seen - 1, rows.overlapped_masked) if all_masked else (rows.order.unmasked, rows.overlapped)
-            )
-            weights, softmax, step = lax.fori_loop(0, count, overlapped, (weights, softmax, step + 1))
-            next_tile = self._next_tile(i, following)
-            # 4. The last weights times values, and the way out.
-            rows.store(rows.last_values(weights, step - 1), softmax.added_up())
-            return next_tile, step
-
-        def nothing(step: jax.Array) -> tuple[Any, jax.Array]:
-            """Of a tile that is all padding."""
-            if two_q_stages:
-                pl.when(i > 0)(lambda: self._release_queries(i - 1))
-            next_tile = self._next_tile(i, following)
-            rows.store_nothing()
-            return next_tile, step
-
-        if self.block.skips_padding:
-            # Two loops of at most one step each: a branch, in the form that takes accumulators.
-            padding = (rows.at.token - self.wg * ROWS >= rows.terms.q_end).astype(jnp.int32)
-            carry = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: self._next_tile(i, following))), step
-            carry = lax.fori_loop(0, 1 - padding, lambda _, carry: compute(carry[1]), carry)
-            next_tile, step = lax.fori_loop(0, padding, lambda _, carry: nothing(carry[1]), carry)
-        else:
-            next_tile, step = compute(step)
+        # 2. kv blocks with a mask, one after the other. Of the last, the weights are left in registers.
+        weights, softmax, step = rows.first_of_all(step) if all_masked else rows.masked_blocks(step)
+        if two_q_stages:
+            # The last tile's output left from its q stage during step 2: the producer may now fill that stage.
+            pl.when(i > 0)(lambda: self._release_queries(i - 1))
+        # 3. The other kv blocks: scores of one overlap with weights times values of the block before.
+        count, overlapped = (
+            (rows.own.seen - 1, rows.overlapped_masked) if all_masked else (rows.order.unmasked, rows.overlapped)
+        )
+        weights, softmax, step = lax.fori_loop(0, count, overlapped, (weights, softmax, step + 1))
+        if following is None:
+            following = tiles.number(i + 1)
+        next_tile = following, *self._ends(following)
+        # 4. The last weights times values, and the way out.
+        rows.store(rows.last_values(weights, step - 1), softmax.added_up())
         if not two_q_stages:
             self._release_queries(i)
         return (next_tile, step, rows.own.after) if all_masked else (next_tile, step)
-
-    def _next_tile(self, i: jax.Array, following: jax.Array | None) -> tuple[Int, ...]:
-        """The number of the tile after tile i, and its `_ends`."""
-        following = self.block.tiles.number(i + 1) if following is None else following
-        return following, *self._ends(following)
 
     def _ends(self, number: jax.Array) -> tuple[Int, ...]:
         """Where queries and keys of a tile's batch entry end, read ahead as the tile's number is; where no register is free for
@@ -575,11 +546,6 @@ class _Rows:
 
     # --- The way out
 
-    def store_nothing(self) -> None:
-        """As `store`, of rows that are padding."""
-        out = plgpu.layout_cast(jnp.zeros(self.consumer.o_acc.shape, jnp.float32), TILE)
-        self.store(out, self._start_softmax().added_up())
-
     @regions.region("store")
     def store(self, out: jax.Array, softmax: OnlineSoftmax) -> None:
         """Starts the copies of output and lse to global memory. They run on beside the next output tile."""
@@ -591,10 +557,8 @@ class _Rows:
             softmax, rescale = softmax.with_sink(block.x.sink(at.batch, at.head) * LOG2E)
         normalised = softmax.normalise(out, some_see_nothing=some_see_nothing(p), rescale=rescale).astype(p.dtype)
         # This warpgroup's queries are done with: the output leaves from their place, panel by panel. It may have fewer.
-        columns, stored = (
-            [(part.column(panel), part.panel) for part, panel in panels(block.parts)],
-            block.out.shape[-1] // p.q_heads,
-        )
+        columns = [(part.column(panel), part.panel) for part, panel in panels(block.parts)]
+        stored = block.out.shape[-1] // p.q_heads
         places = [(place, first, width) for place, (first, width) in zip(self.q, columns, strict=True) if first < stored]
         for place, first, width in places:
             place[...] = normalised[:, first : first + width]

@@ -164,11 +164,15 @@ _MEASURED_WIDE = {
     (80, 80): Config(2, 192, 3, 2, 1, 40, "half", turns="products", rescale="conditional"),
     (96, 96): Config(2, 192, 2, 2, 1, 40, "half", turns="products", rescale="conditional"),
 }
-# Of up to `_SHORT_KEYS` keys, without a window, segments and a bias: a tile is over before the next queries could load.
+# Of up to `_SHORT_KEYS` keys, without a window, segments and a bias. Where a tile is over before the next queries could load,
+# with three stages of them.
 _MEASURED_SHORT = {
     (64, 64): Config(2, 64, 3, 3, 1, 40, "half", turns="products"),
-    (80, 80): Config(2, 64, 3, 3, 1, 48, "half", turns="products"),
+    (80, 80): Config(2, 64, 3, 2, 1, 48, "half", turns="products"),
+    (96, 96): Config(2, 64, 3, 2, 1, 48, "half", turns="products"),
+    (112, 112): Config(2, 64, 3, 2, 1, 48, "half", turns="products", rescale="conditional"),
     (128, 128): Config(2, 128, 2, 3, 1, 40, "half", turns="products"),
+    (256, 256): Config(1, 64, 2, 2, 1, 72, "early", rescale="conditional"),
 }
 _SHORT_KEYS = 128
 _WIDE_FROM = 4096  # keys: 2048 took 2 % longer than with steps of 128
@@ -220,12 +224,9 @@ def _measured(problem: Problem, gpu: Gpu) -> Config | None:
     dims = rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim)
     wide = problem.kv_tokens >= _WIDE_FROM and problem.left is None and not problem.segments and not problem.lengths
     special = _MEASURED_WITH_BIAS if problem.bias != "none" else _MEASURED_WIDE if wide else {}
-    special = _MEASURED_SHORT if _is_short(problem) else special
-    found = special.get(dims) or _MEASURED.get(dims)
+    found = _measured_short(problem) or special.get(dims) or _MEASURED.get(dims)
     if found is None:
         return None
-    if problem.lengths and special is _MEASURED_SHORT and dims == (64, 64):
-        found = dataclasses.replace(found, tile_kv=128)
     least = _producer_registers(problem, found.compute_warpgroups, found.tile_kv)
     section = _section(problem, gpu, found.section_waves)
     if problem.bias != "none" and output_tiles(problem, found) <= gpu.sms:
@@ -233,11 +234,15 @@ def _measured(problem: Problem, gpu: Gpu) -> Config | None:
     return dataclasses.replace(found, section_waves=section, memory_registers=max(found.memory_registers, least))
 
 
-def _is_short(problem: Problem) -> bool:
-    """Whether `_MEASURED_SHORT` is for it: of head dim 80 also up to twice as many keys, two steps of 64 for each of 128."""
-    p = problem
-    keys = _SHORT_KEYS * (1 + (rounded(p.head_dim) == 80))
-    return p.kv_tokens <= keys and p.left is None and not p.segments and p.bias == "none"
+def _measured_short(problem: Problem) -> Config | None:
+    """The config of `_MEASURED_SHORT`, where it is for the problem: of head dim 80 also with up to twice as many keys."""
+    p, dims = problem, (rounded(problem.head_dim), rounded_values(problem.head_dim, problem.v_dim))
+    if p.kv_tokens > _SHORT_KEYS * (1 + (dims[0] == 80)) or p.left is not None or p.segments or p.bias != "none":
+        return None
+    found = _MEASURED_SHORT.get(dims)
+    if p.lengths and found is not None and dims == (PANEL, PANEL):
+        return dataclasses.replace(found, tile_kv=128, memory_registers=48)
+    return found
 
 
 def _producer_registers(problem: Problem, warpgroups: int, tile_kv: int) -> int:
@@ -310,7 +315,7 @@ def default(problem: Problem, gpu: Gpu) -> Config:
         or problem.q_tokens <= ROWS * (measured.compute_warpgroups - 1)
     ):
         return best
-    if measured.q_slots == 3:  # `cost` knows too little of it
+    if _measured_short(problem) is not None:  # `cost` knows too little of how tiles follow one another
         return measured if output_tiles(problem, measured) > gpu.sms else best
     margin = _MARGIN_FEW if output_tiles(problem, measured) <= _FEW_TILES * gpu.sms else _MARGIN_MANY
     return measured if cost(problem, measured, gpu) <= margin * cost(problem, best, gpu) else best

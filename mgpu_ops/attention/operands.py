@@ -120,10 +120,9 @@ class Operands:
         terms = self.mask_terms(b) if terms is None else terms
         return self._within_segments(b, row, rows, terms.kv_range(row, rows, tile_kv))
 
-    def q_range(self, b: Int, key: Int, keys: int, tile_q: int, terms: MaskTerms | None = None) -> BlockRange:
+    def q_range(self, b: Int, key: Int, keys: int, tile_q: int) -> BlockRange:
         """`MaskTerms.q_range`, less the blocks at both ends in which no row shares a segment with one of the keys."""
-        terms = self.mask_terms(b) if terms is None else terms
-        return self._within_segments(b, key, keys, terms.q_range(key, keys, tile_q))
+        return self._within_segments(b, key, keys, self.mask_terms(b).q_range(key, keys, tile_q))
 
     def _within_segments(self, b: Int, token: Int, tokens: Int, blocks: BlockRange) -> BlockRange:
         shared = self.optional.segment_blocks
