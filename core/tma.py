@@ -213,6 +213,8 @@ def copy_any_shape() -> None:
         elif page_size := _page_size(gmem_slice):
             _pages(gmem, smem, gmem_slice, page_size, one)
         elif _is_window(gmem_slice):
+            if not to_smem and _head_size(gmem_slice) and smem.type.shape[1] > 1:
+                raise NotImplementedError("a store of several panels of a head, which would overwrite the next one")
             _window_of_rows(gmem, smem, gmem_slice, one)
         elif len(smem.type.shape) == 4 and (tiling := _ragged_tiling(gmem, smem, gmem_slice, gmem_transform, anywhere)):
             _ragged(gmem, smem, gmem_slice, tiling, to_smem, one)
@@ -532,10 +534,7 @@ def _window_of_rows(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, copy: Cal
 
     One panel lies in shared memory as plain rows, and so do panels that come one after the other: one copy. Several interleave
     every 8 rows: one copy where all rows come before `end`, else one for each 8, in a loop, so that the rare case takes few
-    registers.
-
-    Of a head, a block of several panels may end beyond the head: its columns there are those that follow in the array, or zeros
-    behind the array's last.
+    registers. A block of a head: as one panel, or `_panels_of_head`.
     """
     end, kind, rows, columns = gmem_slice
     size = _head_size(gmem_slice)
@@ -557,42 +556,38 @@ def _window_of_rows(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, copy: Cal
         else:
             copy(utils.memref_unsqueeze(plain, 0), block, (_WindowOfHead(size, end),))
         return
-    there, beyond = columns, None
     if size is not None:
-        there, beyond = _of_head(gmem, columns, size)
+        _panels_of_head(gmem, smem, row, end, columns, size, copy)
+        return
     whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, _index(rows.length)), end)
-    at_once = whole if beyond is None else arith.andi(whole, _not(beyond(row, rows.length)))
-    copy(smem, (*block[:3], there), (_RowsAnywhere(tile, panel, anywhere),), at_once)
-    with ir.InsertionPoint(scf.IfOp(_not(at_once)).then_block):  # type: ignore[arg-type, call-arg]
+    copy(smem, block, (_RowsAnywhere(tile, panel, anywhere),), whole)
+    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
         narrow = panel * utils.bitwidth(smem.type.element_type) < 8 * 128  # rows of less than 128 bytes
-        count = _opaque(tiles) if narrow or beyond else _index(tiles)  # unrolled, the producer's addresses would spill
+        count = _opaque(tiles) if narrow else _index(tiles)  # unrolled, the producer's addresses would spill
         loop = scf.ForOp(_index(0), count, _index(1))  # type: ignore[arg-type, call-arg]
         with ir.InsertionPoint(loop.body):
             first = arith.addi(row, arith.muli(loop.induction_variable, _index(tile)))
-            window, view = (0, 0, utils.DynamicSlice(first, tile)), _WindowOfRows(panel, end, anywhere)
-            own = utils.memref_slice(smem, loop.induction_variable)
-            if beyond is None:
-                copy(own, (*window, there), (view,))
-            else:
-                last = beyond(first, tile)
-                copy(own, (*window, there), (view,), _not(last))
-                with ir.InsertionPoint(scf.IfOp(last).then_block):  # type: ignore[arg-type, call-arg]
-                    by_panel = scf.ForOp(_index(0), _opaque(panels), _index(1))  # type: ignore[arg-type, call-arg]
-                    with ir.InsertionPoint(by_panel.body):
-                        number = by_panel.induction_variable
-                        at = utils.DynamicSlice(arith.addi(columns.base, arith.muli(number, _index(panel))), panel)
-                        place = utils.memref_slice(own, utils.DynamicSlice(number, 1))
-                        copy(place, (*window, at), (_WindowOfHead(size, end),))
-                        scf.YieldOp([])
-                    scf.YieldOp([])
+            window = (0, 0, utils.DynamicSlice(first, tile), columns)
+            copy(utils.memref_slice(smem, loop.induction_variable), window, (_WindowOfRows(panel, end, anywhere),))
             scf.YieldOp([])
         scf.YieldOp([])
 
 
-def _of_head(
-    gmem: ir.Value, columns: utils.DynamicSlice, size: int
-) -> tuple[utils.DynamicSlice, Callable[[ir.Value, int], ir.Value]]:
-    """The columns of the array that a block of a head has; whether one of some rows from a first on ends behind the array."""
+def _panels_of_head(
+    gmem: ir.Value,
+    smem: ir.Value,
+    row: ir.Value,
+    end: ir.Value,
+    columns: utils.DynamicSlice,
+    size: int,
+    copy: Callable[..., None],
+) -> None:
+    """Loads a block of several panels of a head, rows up to `end`. Columns beyond the head are those that follow in the array.
+
+    As other windows, in one copy or one for each 8 rows. But where nothing follows, behind the array's last rows, one for each
+    panel of 8 rows, which TMA clips at the head's end.
+    """
+    tiles, panels, tile, panel = smem.type.shape
     unit, (*_, m, n) = _index(HEAD_UNIT), gmem.type.shape
     head, within = arith.divui(columns.base, unit), arith.remui(columns.base, unit)
     there = utils.DynamicSlice(arith.addi(arith.muli(head, _index(size)), within), columns.length)
@@ -600,9 +595,31 @@ def _of_head(
     last = max(0, m - math.ceil((columns.length - size) / n))  # up to here as many columns follow in the array
 
     def beyond(row: ir.Value, rows: int) -> ir.Value:
+        """Whether a block of so many rows ends behind the array."""
         return arith.andi(after, arith.cmpi(arith.CmpIPredicate.ugt, arith.addi(row, _index(rows)), _index(last)))
 
-    return there, beyond
+    rows = tiles * tile
+    whole = arith.cmpi(arith.CmpIPredicate.ule, arith.addi(row, _index(rows)), end)
+    whole = arith.andi(whole, _not(beyond(row, rows)))
+    copy(smem, (0, 0, utils.DynamicSlice(row, rows), there), (_RowsAnywhere(tile, panel, True),), whole)
+    with ir.InsertionPoint(scf.IfOp(_not(whole)).then_block):  # type: ignore[arg-type, call-arg]
+        loop = scf.ForOp(_index(0), _opaque(tiles), _index(1))  # type: ignore[arg-type, call-arg]
+        with ir.InsertionPoint(loop.body):
+            first = arith.addi(row, arith.muli(loop.induction_variable, _index(tile)))
+            window, alone = (0, 0, utils.DynamicSlice(first, tile)), beyond(first, tile)
+            own = utils.memref_slice(smem, loop.induction_variable)
+            copy(own, (*window, there), (_WindowOfRows(panel, end, True),), _not(alone))
+            with ir.InsertionPoint(scf.IfOp(alone).then_block):  # type: ignore[arg-type, call-arg]
+                by_panel = scf.ForOp(_index(0), _opaque(panels), _index(1))  # type: ignore[arg-type, call-arg]
+                with ir.InsertionPoint(by_panel.body):
+                    number = by_panel.induction_variable
+                    at = utils.DynamicSlice(arith.addi(columns.base, arith.muli(number, _index(panel))), panel)
+                    place = utils.memref_slice(own, utils.DynamicSlice(number, 1))
+                    copy(place, (*window, at), (_WindowOfHead(size, end),))
+                    scf.YieldOp([])
+                scf.YieldOp([])
+            scf.YieldOp([])
+        scf.YieldOp([])
 
 
 def _pages(gmem: ir.Value, smem: ir.Value, gmem_slice: Slice, page_size: int, copy: Callable[..., None]) -> None:

@@ -120,7 +120,7 @@ def flash_attention(
 
     Args:
       q: [batch, q_tokens, q_heads, head_dim], or without batch. bfloat16 or float16 and head_dim up to 256 for the kernels (64,
-        80, 96, 112, 128, 160, 192, 224 and 256 as they are, others padded to the next); other floats run through XLA.
+        80, 96, 112, 128, 160, 192, 224 and 256 as they are, others as the next); other floats run through XLA.
       k: [batch, kv_tokens, kv_heads, head_dim] of q's dtype, or both k and v of 8 bits (a quantized KV cache), float8_e4m3fn or
         int8. kv_heads divides q_heads.
       v: [batch, kv_tokens, kv_heads, v_head_dim]. 128 beside a head_dim of 192, as multi-head latent attention has it, is

@@ -4,7 +4,7 @@ TMA and wgmma take tiles with rows of 128, 64 or 32 bytes: 64, 32 or 16 columns 
 head's columns (the scores), panels may differ in width, and wide ones take fewer copies: a head of 96 columns is a part of one
 panel of 64 and a part of one of 32. Where they are a product's columns (weights times values, gradients), it is three panels of
 32: a wgmma takes panels of one width, and two with fewer columns each would cost nearly as much as one. A head dim that is no
-multiple of 16 is padded to the next in `HEAD_DIMS`.
+multiple of 16 is computed as the next in `HEAD_DIMS`, with zeros that TMA or XLA adds.
 """
 
 from __future__ import annotations

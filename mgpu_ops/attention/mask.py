@@ -123,7 +123,7 @@ class BlockOrder:
         """All of them masked, from the last to the first."""
         return BlockOrder(blocks._replace(whole=blocks.first, whole_end=blocks.first))
 
-    def none_where(self, nothing: jax.Array) -> BlockOrder:
+    def none_where(self, nothing: bool | jax.Array) -> BlockOrder:
         """No block at all where `nothing`."""
         first, whole, whole_end, end = self.blocks
         return BlockOrder(BlockRange(first, *(jnp.where(nothing, first, x) for x in (whole, whole_end, end))))

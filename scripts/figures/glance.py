@@ -21,6 +21,9 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("attention, forward", "faster of cuDNN, tokamax", beside_both, "cudnn", "tokamax")
     yield strip("attention, forward + backward", "cuDNN", both, "cudnn")
     yield from drawn_attention(results, "h200")
+    for what, kind in (("attention, other models, untuned", ""), ("other models, forward + backward", "-grad")):
+        models = problems(results, f"h200-flash_attention-other-models{kind}", "cudnn")
+        yield strip(what, "cuDNN", models, "cudnn")
     yield strip("attention, decoding", "cuDNN", few, "cudnn")
     yield strip("grouped matmul, training", "faster of JAX's, tokamax", training, "jax-pallas", "tokamax")
     yield strip("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")

@@ -115,6 +115,20 @@ def test_no_shipped_entry_is_for_a_problem_of_anywhere(op: str) -> None:
         assert held_out.isdisjoint(database.to_problem(spec, entry.problem) for entry in database.read(path).entries)
 
 
+def test_other_models_are_of_no_other_list_and_nothing_shipped_is_for_them() -> None:
+    found = suites.problems(ATTENTION, "other-models")
+    assert len(found) == 30
+    assert set(found.values()).isdisjoint({*ATTENTION.shapes.values(), *suites.problems(ATTENTION, "anywhere").values()})
+    assert all(ATTENTION.supports(p, H200) is None for p in found.values())
+    held_out = {tuple(dataclasses.asdict(p).values()) for p in found.values()}
+    fields = [field.name for field in dataclasses.fields(ATTENTION.Problem)]
+    for path in Path(mgpu_ops.__path__[0], "configs").glob("*/flash_attention*.json"):
+        spec = spec_of(path.stem)
+        for entry in database.read(path).entries:
+            shipped = database.to_problem(spec, entry.problem)
+            assert tuple(getattr(shipped, name) for name in fields) not in held_out
+
+
 def test_no_shipped_gradient_is_for_a_problem_of_anywhere() -> None:
     names = [field.name for field in dataclasses.fields(ATTENTION.Problem)]
     held_out = {tuple(getattr(p, name) for name in names) for p in suites.problems(ATTENTION, "anywhere").values()}

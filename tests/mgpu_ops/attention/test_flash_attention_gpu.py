@@ -252,7 +252,9 @@ def test_nan_in_padding_has_no_say(shape):
         np.testing.assert_array_equal(found[name], x)
 
 
-@pytest.mark.parametrize("shape", [Shape(3, 77, 130, 2, 2, 64), Shape(3, 100, 200, 4, 2, 128)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(3, 77, 130, 2, 2, 64), Shape(3, 100, 200, 4, 2, 128), Shape(3, 77, 130, 2, 2, 72)], ids=str
+)
 def test_nan_stays_in_its_batch_entry_and_with_the_heads_that_share_keys(shape):
     """Whose last tiles reach into the next entry."""
     q, k, v = qkv(shape, BF16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -291,6 +292,40 @@ def test_cudnn_is_modelled_for_every_problem_that_it_takes(spec: Any, data: st.D
         time = spec.baseline_cost(problem, H200)
         assert (time is None) == (cudnn.refuses(problem) is not None)
         assert time is None or 0 < time < 1e6
+
+
+@pytest.mark.parametrize(("head_dim", "computed"), [(40, 64), (72, 80), (200, 256)])
+def test_cudnn_is_modelled_to_take_as_long_as_with_the_head_dim_that_it_computes(head_dim: int, computed: int) -> None:
+    ours, theirs = (Problem(8, 4096, 4096, 8, 8, d) for d in (head_dim, computed))
+    assert FORWARD.baseline_cost is not None
+    assert FORWARD.baseline_cost(ours, H200) == pytest.approx(FORWARD.baseline_cost(theirs, H200), rel=0.01)
+
+
+FEW_KEYS = [  # problem, and the tile_kv and q_slots that were fastest: results/2026-11-28-h200-flash_attention-few-keys.jsonl
+    (Problem(128, 128, 128, 12, 12, 64), 64, 3),
+    (Problem(16, 1024, 77, 20, 20, 64), 64, 3),
+    (Problem(256, 77, 77, 12, 12, 64, causal=True), 64, 3),
+    (Problem(256, 128, 128, 12, 12, 64, lengths=True), 128, 3),
+    (Problem(64, 256, 256, 16, 16, 72), 64, 2),
+    (Problem(64, 128, 128, 16, 16, 96), 64, 2),
+    (Problem(32, 1024, 77, 16, 16, 128), 128, 3),
+    (Problem(64, 128, 128, 8, 8, 256), 64, 2),
+]
+
+
+@pytest.mark.parametrize(("problem", "tile_kv", "q_slots"), FEW_KEYS, ids=str)
+def test_the_default_of_few_keys_is_what_was_measured_to_be_fastest(problem: Problem, tile_kv: int, q_slots: int) -> None:
+    config = FORWARD.default(problem, H200)
+    assert (config.tile_kv, config.q_slots) == (tile_kv, q_slots)
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "copies"), [(72, 4, False), (40, 4, False), (36, 4, True), (40, 1, True)])
+def test_xla_pads_no_head_dim_that_is_a_multiple_of_8_forward(head_dim: int, heads: int, copies: bool) -> None:
+    """But where a row of all heads is narrower than a block."""
+    problem = Problem(2, 256, 256, heads, heads, head_dim)
+    arrays = jax.eval_shape(functools.partial(FORWARD.inputs, problem), jax.random.key(0))
+    program = jax.make_jaxpr(functools.partial(FORWARD.run, problem, FORWARD.default(problem, H200), H200))(*arrays)
+    assert (" pad[" in str(program)) == copies
 
 
 def test_a_small_window_is_not_given_the_config_of_long_sequences() -> None:
