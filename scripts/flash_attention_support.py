@@ -93,7 +93,7 @@ def computed_as(head_dim: int) -> str:
     """What the kernels pad it to, where they do."""
     if head_dim > HEAD_DIMS[-1]:
         return ""
-    return f", padded to {rounded(head_dim)}" if rounded(head_dim) > head_dim else ""
+    return f", computed as {rounded(head_dim)}" if rounded(head_dim) > head_dim else ""
 
 
 MASK, BIAS = scores(dtype="bool"), scores()
