@@ -227,6 +227,8 @@ FORWARD_IN_ALL = [  # what others show together or one by one
     "window of which most keys need no mask, three warpgroups",
     "bias, float32, two warpgroups",
     "head_dim of 80, the wait for the products behind the softmax",
+    "head_dim of 200, computed as 224, a head of keys for two",
+    "values of 72 beside keys of 104, keys in whole tiles",
     "head_dim of 112 in seven panels, lengths, sinks",
     "head_dim of 160, segments, two query stages",
     "head_dim of 192, bias, soft cap",
