@@ -219,7 +219,7 @@ UNBOUNDED = {
     ("ragged_contraction", 3): {"raster_width", "max_concurrent_steps"},
     ("quantize", 0): {"ahead"},
     ("flash_attention", 0): {"kv_splits"},
-    ("flash_attention", 3): {"compute_warpgroups", "max_concurrent_steps", "section_waves"},
+    ("flash_attention", 3): {"compute_warpgroups", "max_concurrent_steps", "q_slots", "section_waves"},
     ("flash_attention_backward", 3): {"max_concurrent_steps", "section_waves"},
     ("cross_entropy", 3): {"stages"},
     ("rms_norm", 3): {"stages"},
