@@ -43,6 +43,11 @@ class OfHead(NamedTuple):
     first: int
     size: int  # a multiple of 8
 
+    @property
+    def column(self) -> Int:
+        """The first of them, in the array."""
+        return self.head * self.size + self.first
+
     def clipped(self, columns: int) -> int:
         """How many of `columns` there are before the head's end."""
         return max(0, min(columns, self.size - self.first))
@@ -76,8 +81,7 @@ def _load_interpreted(src: Any, row: Int, end: Int, column: Int | OfHead, dst: A
     rows, columns = dst.shape
     counts = columns
     if isinstance(column, OfHead):
-        counts = column.clipped(columns)
-        column = column.head * column.size + column.first
+        counts, column = column.clipped(columns), column.column
     dst[...] = jnp.zeros(dst.shape, dst.dtype)
     for offset, count, some in _binary(jnp.clip(end - row, 0, rows), rows):
 
@@ -275,7 +279,7 @@ def store_rows(src: Any, dst: Any, row: Int, end: Int, column: Int | OfHead, any
         plgpu.copy_smem_to_gmem(src, _window(dst, row, end, column, src.shape, anywhere))
         return
     if isinstance(column, OfHead):
-        columns, column = column.clipped(columns), column.head * column.size + column.first
+        columns, column = column.clipped(columns), column.column
     length = jnp.clip(end - row, 0, rows)
     for offset, count, some in _binary(length, rows):
 

@@ -90,7 +90,7 @@ def integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def computed_as(head_dim: int) -> str:
-    """What the kernels pad it to, where they do."""
+    """As which head dim the kernels compute it, where that is another."""
     if head_dim > HEAD_DIMS[-1]:
         return ""
     return f", computed as {rounded(head_dim)}" if rounded(head_dim) > head_dim else ""

@@ -74,9 +74,8 @@ def _cost(problem: Problem, fit: _Fitted, blocks: Callable[..., np.ndarray], pro
     if (reason := supports(problem, gpu)) is not None:
         raise ValueError(reason)
     p, dims = reference.of_mean_length(problem), sorted(fit.reached)
-    at = min(bisect.bisect_left(dims, p.head_dim), len(dims) - 1)
-    reached = fit.reached[dims[at]]
-    step = 2 * products * _TILE * _TILE * dims[at] * gpu.sms / (gpu.bf16_flops * rates.POWER * reached)
+    head_dim = dims[min(bisect.bisect_left(dims, p.head_dim), len(dims) - 1)]  # that it computes
+    step = 2 * products * _TILE * _TILE * head_dim * gpu.sms / (gpu.bf16_flops * rates.POWER * fit.reached[head_dim])
     tiles = blocks(p, _TILE, _TILE) * step + fit.tile
     tiles = tiles + fit.masked * (p.left is not None or p.right is not None) + fit.window * (p.left is not None)
     count = len(tiles) * p.batch * p.q_heads

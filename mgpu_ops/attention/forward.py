@@ -269,9 +269,9 @@ class _Consumer:
     def _output_tile(self, i: jax.Array, carry: Any) -> Any:
         """Stages of an output tile; the producer meanwhile loads what comes next."""
         (number, *ends), step, *skipped = carry
-        tiles, two_q_stages = self.block.tiles, self.block.c.q_slots > 1
+        tiles, several_q_stages = self.block.tiles, self.block.c.q_slots > 1
         # The number of the next tile is read early, as global memory is far. Configs of one q stage have no register for it.
-        following = tiles.number(i + 1) if two_q_stages else None
+        following = tiles.number(i + 1) if several_q_stages else None
         rows = self._rows(i, number, *ends)
         all_masked = masks_all(self.block.p, self.block.c)
         if all_masked:
@@ -280,7 +280,7 @@ class _Consumer:
         plgpu.barrier_wait(self.block.q_pipeline.full.at[rows.q_stage])
         # 2. kv blocks with a mask, one after the other. Of the last, the weights are left in registers.
         weights, softmax, step = rows.first_of_all(step) if all_masked else rows.masked_blocks(step)
-        if two_q_stages:
+        if several_q_stages:
             # The last tile's output left from its q stage during step 2: the producer may now fill that stage.
             pl.when(i > 0)(lambda: self._release_queries(i - 1))
         # 3. The other kv blocks: scores of one overlap with weights times values of the block before.
@@ -293,7 +293,7 @@ class _Consumer:
         next_tile = following, *self._ends(following)
         # 4. The last weights times values, and the way out.
         rows.store(rows.last_values(weights, step - 1), softmax.added_up())
-        if not two_q_stages:
+        if not several_q_stages:
             self._release_queries(i)
         return (next_tile, step, rows.own.after) if all_masked else (next_tile, step)
 

@@ -120,7 +120,7 @@ def in_rows(part: Part, lead: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardArrays:
-    """What the backward kernels are given; heads have fewer columns than these compute where `with_room` left them."""
+    """What the backward kernels are given; head_dim is padded."""
 
     q: jax.Array
     k: jax.Array
