@@ -242,7 +242,7 @@ _TMA_RANK = 5  # dimensions of a tensor map, at most
 
 def _clipped(gmem: ir.Value, gmem_slice: Slice, gmem_transform: Transforms) -> Transforms:
     """The transforms of a copy whose block may begin beyond an array of one tile: with `_ClippedTiles`."""
-    *lead, _, _ = gmem.type.shape
+    lead = gmem.type.shape[:-2]
     if len(gmem_slice) != gmem.type.rank or sum(size > 1 for size in lead) + 4 > _TMA_RANK:
         return gmem_transform
     match gmem_transform:

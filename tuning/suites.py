@@ -20,8 +20,8 @@ floats (e4m3 and e5m2) that are stored transposed, with room for each group's pa
 `cudnn-frontend`, of flash_attention and flash_attention_backward: problems whose speed NVIDIA's cudnn-frontend publishes as
 Llama 3.1's: batch 2, 64 query heads over 8 of keys, head dim 128, full and causal, 4096, 16384 and 32768 tokens.
 
-`other-models`, of flash_attention: 30 problems of models that no other list has: vision, diffusion, encoders, language
-models, and prefills in chunks. As with `anywhere`, no entry of the shipped databases is for one of them.
+`other-models`, of flash_attention, matmul, gated_matmul, quantized_matmul, grouped_matmul and ragged_contraction: problems of
+models that no other list has (`other_models.py`). As with `anywhere`, no entry of the shipped databases is for one of them.
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere` of
@@ -55,6 +55,7 @@ from mgpu_ops.models import MODELS
 from mgpu_ops.registry.spec import OpSpec, Problem
 from mgpu_ops.rms_norm import Problem as RmsNormProblem
 from mgpu_ops.rotary import Problem as RotaryProblem
+from mgpu_ops.tuning import other_models
 
 ANYWHERE = Path(__file__).with_name("anywhere.json")
 ANYWHERE_GROUPED = Path(__file__).with_name("anywhere_grouped.json")
@@ -218,55 +219,6 @@ def _cudnn_frontend(make: Callable[..., Problem]) -> dict[str, Problem]:
     }
 
 
-@functools.cache
-def _other_models() -> dict[str, AttentionProblem]:
-    def full(batch: int, tokens: int, heads: int, head_dim: int, keys: int = 0, **fields: Any) -> AttentionProblem:
-        return AttentionProblem(batch, tokens, keys or tokens, heads, heads, head_dim, **fields)
-
-    def causal(
-        batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int, keys: int = 0, **fields: Any
-    ) -> AttentionProblem:
-        return AttentionProblem(batch, tokens, keys or tokens, heads, kv_heads, head_dim, causal=True, **fields)
-
-    return {
-        # vision
-        "vit-base-197": full(128, 197, 12, 64),
-        "clip-large-577": full(64, 577, 16, 64),
-        "siglip-so400m-729": full(32, 729, 16, 72),
-        "dinov2-giant-1370": full(16, 1370, 24, 64),
-        # diffusion; the second number is that of the text's tokens
-        "dit-xl-256": full(64, 256, 16, 72),
-        "sd1.5-4096": full(8, 4096, 8, 40),
-        "sdxl-4096": full(4, 4096, 10, 64),
-        "sdxl-1024x77": full(16, 1024, 20, 64, 77),
-        "sd3-medium-4429": full(2, 4429, 24, 64),
-        "flux-4608": full(1, 4608, 24, 128),
-        "wan2.1-1.3b-32760": full(1, 32760, 12, 128),
-        "wan2.1-1.3b-32760x512": full(1, 32760, 12, 128, 512),
-        # encoders
-        "bert-base-128-lengths": full(256, 128, 12, 64, lengths=True),
-        "bert-base-512-lengths": full(32, 512, 12, 64, lengths=True),
-        "esm2-3b-1026-lengths": full(8, 1026, 40, 64, lengths=True),
-        "whisper-encoder-1500": full(16, 1500, 20, 64),
-        "modernbert-8192-window": full(4, 8192, 12, 64, window_left=64, window_right=64),
-        # language models
-        "llama3.2-1b-4096": causal(4, 4096, 32, 8, 64),
-        "qwen2.5-0.5b-2048": causal(8, 2048, 14, 2, 64),
-        "qwen2.5-7b-4096": causal(2, 4096, 28, 4, 128),
-        "falcon-7b-2048": causal(4, 2048, 71, 1, 64),
-        "phi2-2048": causal(8, 2048, 32, 32, 80),
-        "starcoder2-15b-16384-window": causal(1, 16384, 48, 4, 128, window_left=4095),
-        "gemma3-4b-8192-window": causal(1, 8192, 8, 4, 256, window_left=1023),
-        "gemma3-27b-8192": causal(1, 8192, 32, 16, 128),
-        "gemma3-27b-8192-window": causal(1, 8192, 32, 16, 128, window_left=1023),
-        "deepseek-v2-lite-4096": causal(4, 4096, 16, 16, 192, v_head_dim=128),
-        "grok-1-8192": causal(1, 8192, 48, 8, 128),
-        # prefills of a chunk behind what the cache has
-        "qwen2.5-7b-512x8704": causal(2, 512, 28, 4, 128, 8704),
-        "llama3.1-8b-2048x34816": causal(1, 2048, 32, 8, 128, 34816),
-    }
-
-
 _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op and suite
     "matmul": {
         "sustained": _sustained,
@@ -278,20 +230,24 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "fp8-llm": functools.partial(_llm_of_8_bits, "tensor"),
         "fp8-block-llm": functools.partial(_llm_of_8_bits, "block"),
         "float32": _float32,
+        "other-models": other_models.matmul,
     },
+    "quantized_matmul": {"other-models": other_models.quantized_matmul},
     "grouped_matmul": {
         "anywhere": functools.partial(_anywhere_of, ANYWHERE_GROUPED, "grouped_matmul", GroupedMatmulProblem),
         "fp8": functools.partial(_experts_of_8_bits, "tensor"),
         "fp8-row": functools.partial(_experts_of_8_bits, "row"),
         "fp8-block": functools.partial(_experts_of_8_bits, "block"),
+        "other-models": other_models.grouped_matmul,
     },
     "ragged_contraction": {
         "anywhere": functools.partial(_anywhere_of, ANYWHERE_GROUPED, "ragged_contraction", RaggedContractionProblem),
         "moe-fp8": _contractions_of_8_bits,
+        "other-models": other_models.ragged_contraction,
     },
     "flash_attention": {
         "cudnn-frontend": functools.partial(_cudnn_frontend, AttentionProblem),
-        "other-models": _other_models,
+        "other-models": other_models.attention,
         "anywhere": _anywhere_attention,
     },
     "flash_attention_backward": {"cudnn-frontend": functools.partial(_cudnn_frontend, BackwardProblem)},
@@ -302,9 +258,12 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
             ("rotary", RotaryProblem),
             ("embedding", EmbeddingProblem),
             ("cross_entropy", CrossEntropyProblem),
-            ("gated_matmul", GatedMatmulProblem),
             ("quantize", QuantizeProblem),
         )
+    },
+    "gated_matmul": {
+        "anywhere": functools.partial(_anywhere_of, ANYWHERE_LAYERS, "gated_matmul", GatedMatmulProblem),
+        "other-models": other_models.gated_matmul,
     },
 }
 

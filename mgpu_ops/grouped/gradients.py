@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mgpu_ops.core import mesh
-from mgpu_ops.core.activations import activate
+from mgpu_ops.core import activations, mesh
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
@@ -44,7 +42,7 @@ def _matmul_forward(
         return out, (*saved, None)
     plain = dataclasses.replace(call, activation="none", config=None)
     linear = grouped_matmul.product(plain, lhs, rhs, sizes, bias, row_indices=indices)
-    out = activate(call.activation, linear)
+    out = activations.recomputed(call.activation, linear)
     if row_scale is not None:
         out = _scaled(call, out, row_scale, sizes)
     if residual is not None:
@@ -64,11 +62,10 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
     dresidual = None if residual is None else _of_groups(call, g, sizes)
     lhs, dscale = _rows_at(given, indices), None
     if linear is not None:
-        activated, backward = jax.vjp(functools.partial(activate, call.activation), linear)
         if scale is not None:
-            dscale = _row_sums(call, g, activated, sizes)
+            dscale = _row_sums(call, g, activations.recomputed(call.activation, linear), sizes)
             g = _scaled(call, g, scale, sizes).astype(linear.dtype)
-        (g,) = backward(g)
+        g = activations.gradient(call.activation, linear, g)
     g = g.astype(lhs.dtype)
     name, t = lhs.dtype.name, call.transpose_rhs
     plain = grouped_matmul.Call(not t, name, "none", call.spread, None, call.backend, call.group_offset)

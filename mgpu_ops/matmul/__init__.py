@@ -21,9 +21,9 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import flags
+from mgpu_ops.core import activations, mesh, order
 from mgpu_ops.core import gpu as gpus
-from mgpu_ops.core import mesh, order
-from mgpu_ops.core.activations import Activation, activate, checked_activation
+from mgpu_ops.core.activations import Activation, checked_activation
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import algorithms, xla
@@ -269,7 +269,7 @@ def _forward(call: Call, *arrays: jax.Array) -> Any:
     if call.activation == "none":
         return _matmul(call, *arrays), saved
     linear = _matmul(dataclasses.replace(call, activation="none", residual=False), a, b, *extra[: call.bias])
-    out = activate(call.activation, linear)
+    out = activations.recomputed(call.activation, linear)
     return (out + extra[-1] if call.residual else out), (*saved[:3], linear)
 
 
@@ -283,7 +283,7 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     a, b, bias, linear = saved
     dresidual = (g,) if call.residual else ()
     if linear is not None:
-        (g,) = jax.vjp(functools.partial(activate, call.activation), linear)[1](g)
+        g = activations.gradient(call.activation, linear, g)
     dbias = () if bias is None else (jnp.sum(g, 0, dtype=np.promote_types(g.dtype, np.float32)).astype(bias.dtype),)
     g = g.astype(a.dtype)
     ta, tb = call.transpose_a, call.transpose_b

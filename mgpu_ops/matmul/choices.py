@@ -22,6 +22,7 @@ from mgpu_ops.matmul.problem import (
     Problem,
     cluster_size,
     computes_transposed,
+    has_epilogue,
     multiplied,
     smem_bytes,
     transposed,
@@ -34,7 +35,8 @@ _TILES = (
     *((128, 128), (64, 256), (128, 64), (64, 128), (64, 64)),
 )
 _TILES_8 = ((256, 128), *(tile for tile in _TILES if tile != (256, 128)))  # of 8 bits: it was faster than 128 x 256
-_TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes; others were slower
+_TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes; others were slower,
+_TILES_IN_TURN_OF_EPILOGUES = ((128, 192), (128, 128))  # and with an epilogue
 _DEFERRED = (128, 256)  # the tile whose store is deferred
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
@@ -56,7 +58,7 @@ _IN_FLIGHT = 112 * 1024  # bytes of B in a block's pipeline that are enough
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
 _MOST_TURNED = {128: 240, 256: 104}  # columns of such a tile of so many rows, of the transposed product of a B stored [k, n]
-_SHORT_K = 128  # up to which no store is deferred by default
+_SHORT_K = 128  # up to which no store is deferred by default, but with a residual
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
 _SMALLEST = 64  # rows and columns of the tile that no two consumers share: each would read all of A (docs/kernels/matmul.md)
@@ -343,17 +345,17 @@ def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
 
     These have several tiles a block, each of several steps. Where k is short, a step has two lines of it.
     """
-    if problem.k <= _SHORT_K or itemsize_of(multiplied(problem).dtype) != 2:
+    if (problem.k <= _SHORT_K and not problem.residual) or itemsize_of(multiplied(problem).dtype) != 2:
         return
     tile_m, tile_n = _DEFERRED
     if problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n) > gpu.sms:
-        tile_k = 128 if problem.k < _LONG_K else 64
+        tile_k = 128 if 64 < problem.k < _LONG_K else 64
         for cluster in ("none", "m", "n"):
             if not _too_few(problem, tile_m, tile_n, cluster):
                 yield dataclasses.replace(_shape(tile_m, tile_n, tile_k), schedule="deferred", cluster=cluster)
-    if problem.k < _LONG_K or problem.residual:
+    if problem.k < _LONG_K and not has_epilogue(problem):
         return
-    for tile_m, tile_n in _TILES_IN_TURN:
+    for tile_m, tile_n in _TILES_IN_TURN_OF_EPILOGUES if has_epilogue(problem) else _TILES_IN_TURN:
         tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
         if tiles > 2 * gpu.sms:
             yield dataclasses.replace(_shape(tile_m, tile_n, 64), schedule="pingpong")
@@ -395,13 +397,15 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     """The config with as many steps as fit, and the widest epilogue tile that runs. A deeper pipeline is slower in few cases.
 
     Where stores run beside wgmma, the narrowest: they take no time of the tensor cores. But with A transposed and the store
-    deferred these spill, and with two lines of k a step they are slower. The narrowest too where a step has 256 of k with 8
-    bits: a third stage is worth more.
+    deferred these spill, and with two lines of k a step they are slower; and where consumers take turns, an epilogue takes less
+    time in wide ones, which counts where k is short. The narrowest too where a step has 256 of k with 8 bits: a third stage is
+    worth more.
     """
     widths = (64,) if computes_transposed(config) else (64, 32)
     few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
     short_steps = config.tile_k <= _line(problem) and not transposed(problem)[0]
-    beside_wgmma = config.takes_turns or (config.schedule == "deferred" and short_steps)
+    short_turns = has_epilogue(problem) and problem.k < _LONG_K
+    beside_wgmma = (config.takes_turns and not short_turns) or (config.schedule == "deferred" and short_steps)
     narrow = beside_wgmma or (few_stages and not _fits(problem, config, gpu, 3, 64))
     narrowest = () if computes_transposed(config) else (16,)  # for a part of fewer columns than 32
     for columns in (*(reversed(widths) if narrow else widths), *narrowest):

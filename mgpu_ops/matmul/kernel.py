@@ -60,6 +60,7 @@ from mgpu_ops.matmul.problem import (
     has_producer,
     k_steps,
     last_step,
+    loads_bias,
     partial_problem,
     products,
     residual_steps,
@@ -68,10 +69,13 @@ from mgpu_ops.matmul.problem import (
     transposed,
 )
 from mgpu_ops.matmul.store import (
+    LoadedBias,
     arrays_of_epilogue,
     kept,
+    load_bias,
     load_residual,
     load_slots,
+    loaded_bias,
     refs_of,
     residual_in,
     store,
@@ -101,10 +105,11 @@ def _kernel(
     cluster_sum: Any = None,
     residual_arrived: Any = None,
     factors_smem: Any = None,
+    bias: LoadedBias | None = None,
 ) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
     p, c = work.problem, work.config
-    of = refs_of(p, *refs)
+    of = refs_of(p, *refs, loaded=bias)
     epilogue = {"out_smem": out_smem, "cluster_sum": cluster_sum, "residual_arrived": residual_arrived}
     scales = (of.scale_a, of.scale_b) if p.scales == "block" else ()
     steps, last = k_steps(p, c), last_step(p, c)
@@ -114,11 +119,13 @@ def _kernel(
     # `max_concurrent_steps` steps ahead, also over the end of an output tile.
     def step(indices: tuple[jax.Array, jax.Array], a_smem: Any, b_smem: Any, *rest: Any) -> Any:
         (t, k), (*scale_smem, accs) = indices, rest
-        if p.residual:  # it arrives while the second half of k is multiplied
+        if p.residual or of.loaded is not None:  # they arrive while the second half of k is multiplied
 
             @pl.when(k == steps // 2)
             def _() -> None:
-                if_it_stores(c.cluster, lambda: load_residual(work, t, of, out_smem, residual_arrived))
+                load_bias(work, t, of)
+                if p.residual:
+                    if_it_stores(c.cluster, lambda: load_residual(work, t, of, out_smem, residual_arrived))
 
         def product(depth: int | None = None) -> None:
             if scale_smem:
@@ -169,14 +176,16 @@ def _kernel(
 _STAGES_AHEAD = 4  # with which a stage may be held for a step more: with two, loads then come 1.6 times too late
 
 
-def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any) -> None:
+def _kernel_deferred(
+    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any, bias: LoadedBias | None = None
+) -> None:
     """One block whose consumers share each output tile, and store it while the tensor cores compute the next one.
 
     At its end a tile is rounded and kept in registers. Each of the next tile's first steps starts its wgmma, stores an epilogue
     tile of what is kept, or several, and then waits for the wgmma of the step before; with few stages, for its own.
     """
     p, c = work.problem, work.config
-    of, steps, slabs = refs_of(p, *refs), k_steps(p, c), residual_steps(p, c)
+    of, steps, slabs = refs_of(p, *refs, loaded=bias), k_steps(p, c), residual_steps(p, c)
     each_tile = steps + slabs
     own_tiles = work.own_tiles()
     pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
@@ -185,7 +194,10 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
     # The residual comes in steps of its own after those of k.
     def keep(t: jax.Array, acc: Any) -> tuple[jax.Array, ...]:
         if not slabs:
-            return kept(work, t, acc, of)
+            parts = kept(work, t, acc, of)
+            if of.loaded is not None:  # the reads come before TMA loads the next tile's bias
+                plgpu.commit_smem()
+            return parts
         arrived = [pipeline.wait(t * each_tile + steps + i) for i in range(slabs)]
         parts = kept(work, t, acc, of, residual_in(work, stages, arrived))
         plgpu.commit_smem()  # the reads come before TMA fills the stages again
@@ -197,6 +209,7 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
         def compute_tile(t: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
             before = Place.of(work, t - 1)
+            load_bias(work, t, of)
 
             def store_some(some: range) -> None:
                 @pl.when(t > 0)
@@ -229,11 +242,14 @@ def _kernel_deferred(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages:
     )
 
 
-def _kernel_ahead(work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, **smem: Any) -> None:
+def _kernel_ahead(
+    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, bias: LoadedBias | None = None, **smem: Any
+) -> None:
     """One block of a matmul whose consumers have the next step's wgmma in flight, and share output tiles or take turns."""
-    p, c, of = work.problem, work.config, refs_of(work.problem, *refs)
+    p, c, of = work.problem, work.config, refs_of(work.problem, *refs, loaded=bias)
 
     def begin(t: jax.Array) -> None:
+        load_bias(work, t, of)
         if p.residual:  # it arrives while the tile is multiplied
             if c.takes_turns:
                 load_slots(work, t, of, smem["out_smem"], smem["residual_arrived"])
@@ -282,7 +298,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
             interpret=interpret,
         ),
         out_type=jax.ShapeDtypeStruct(anywhere if ends_with_rows(p, c) else shape, p.out_dtype),
-        scratch_types=_scratch(work),
+        scratch_types=_scratch(work, extra),
     )(*operands, *arrays_of_epilogue(work, extra, anywhere)).reshape(shape)
     if parts > 1:  # XLA sums the parts in a fixed order: the result has the same bits in every run
         out = with_epilogue(whole, out.reshape(*((-1,) if batched else ()), parts, m, n).sum(-3), **extra)
@@ -318,8 +334,8 @@ def _as_multiplied(p: Problem, c: Config, a: jax.Array, b: jax.Array) -> tuple[j
     return algorithms.split(a, parts, -2 if a_t else -1, c.tile_k), algorithms.split(b, parts, -1 if b_t else -2, c.tile_k)
 
 
-def _scratch(work: Work) -> dict[str, Any]:
-    """Accumulators, the buffers of the epilogue, and what adds up the parts of k of a cluster."""
+def _scratch(work: Work, extra: dict[str, jax.Array]) -> dict[str, Any]:
+    """Accumulators, the buffers of the epilogue, and what adds up the parts of k of a cluster. extra: the epilogue's arrays."""
     p, c = work.problem, work.config
     *buffers, rows, columns = storage(p, c).out_shape
     tile = (columns, rows) if work.transposed else (rows, columns)
@@ -334,6 +350,8 @@ def _scratch(work: Work) -> dict[str, Any]:
     if p.residual and not residual_steps(p, c):
         arrivals, slots = (1, SLOTS) if c.takes_turns else (epilogue_tiles(c), 1)
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots * c.compute_warpgroups)
+    if loads_bias(p, c):
+        scratch["bias"] = loaded_bias(work, extra["bias"].dtype)
     if c.schedule != "cooperative":
         scratch["stages"] = stages_of(p, c)
     if adds_shares(p, c):

@@ -44,6 +44,11 @@ _STORE = 1.206  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile m
 _ACROSS_LINES = {128: 1.0, 64: 1.085, 32: 1.321, 16: 2.243}
 _STORE_NARROW = {16: 2.578}  # as long take stores in epilogue tiles of so many columns
 _STORE_ACROSS = {128: 1.0, 64: 1.101, 32: 1.272, 16: 2.06}  # as long take the stores of such rows of the output
+# Clocks of an SM for an element of the epilogue, which takes so long where nothing multiplies beside it.
+_FINISH = {"none": 0.0, "relu": 0.004, "silu": 0.114, "gelu": 0.085, "gelu_erf": 0.083}
+_FINISH_BIAS = 0.022
+_FINISH_RESIDUAL = {"cooperative": 0.1, "ahead": 0.1, "deferred": 0.03, "pingpong": 0.06}
+_RESIDUAL_IN_TURN = 5.8e-7  # s until an epilogue tile of a residual is loaded, where consumers take turns
 _ZEROS = 2.372  # times as long as to load a row takes TMA to fill one outside the array with zeros
 _MULTICAST = {1: 1.0, 2: 0.715, 4: 0.1456}  # of the time is left to loads of an operand that so many blocks share,
 _MULTICAST_ACROSS = {1: 1.0, 2: 0.4634, 4: 0.1343}  # and of what they take longer across lines
@@ -118,8 +123,11 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     step = gemm.together(_STEP_NORM, arithmetic, loaded, _shared_memory(p, c) / gpu.clock_hz, latency, crowded)
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     store *= _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))] * _STORE_NARROW.get(config.epilogue_tile_n, 1.0)
-    steps = _of_a_block(c, waves, k_steps(p, c), step, store) * gemm.raster_factor(c.raster_width, STRIP)
+    finish = _finish(p, c, gpu)
+    steps = _of_a_block(c, waves, k_steps(p, c), step, store, finish) * gemm.raster_factor(c.raster_width, STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
+    if p.activation != "none" and not c.takes_turns:
+        under_power += waves * finish
     overlapped = c.schedule in ("pingpong", "deferred") and waves > 1
     if c.schedule == "ahead" and max(down, across) > 1 and min(alignments(p)) < 128:
         steps *= _AHEAD_SHARED
@@ -159,17 +167,25 @@ def _prepared(p: Problem, gpu: Gpu) -> float:
     return sum(_LAUNCH + size * (4 + written) / (rates.HBM * gpu.memory_bytes_per_s) for size in sizes)
 
 
-def _of_a_block(c: Config, waves: int, steps: int, step: float, store: float) -> float:
-    """Seconds that a block takes for its tiles, of so many steps each.
+def _of_a_block(c: Config, waves: int, steps: int, step: float, store: float, finish: float) -> float:
+    """Seconds that a block takes for its tiles, of so many steps each. finish: of the epilogue, before the store.
 
-    Where warpgroups take turns, a store runs beside the other's steps, but for the last. Where it is deferred, beside the next
+    Where warpgroups take turns, both run beside the other's steps, but for the last. Where a store is deferred, beside the next
     tile's. Not all of it is hidden then.
     """
     if c.schedule == "deferred":
-        return waves * (max(steps * step, store) + _NOT_HIDDEN[c.schedule] * store) + store
+        return waves * (max(steps * step, store) + _NOT_HIDDEN[c.schedule] * store + finish) + store
     if c.takes_turns:
-        return waves * (max(steps * step, (steps * step + store) / 2) + _NOT_HIDDEN[c.schedule] * store) + store
-    return waves * (steps * step + store)
+        beside = max(steps * step, (steps * step + store + finish) / 2)
+        return waves * (beside + _NOT_HIDDEN[c.schedule] * store) + store + finish
+    return waves * (steps * step + store + finish)
+
+
+def _finish(p: Problem, c: Config, gpu: Gpu) -> float:
+    """Seconds of a tile's epilogue between its sums and its store."""
+    clocks = _FINISH[p.activation] + _FINISH_BIAS * p.bias + _FINISH_RESIDUAL[c.schedule] * p.residual
+    loaded = _RESIDUAL_IN_TURN * gemm.epilogue_tiles(c) if p.residual and c.takes_turns else 0.0
+    return c.tile_m * c.tile_n * clocks / gpu.clock_hz + loaded
 
 
 def slowdown(seconds: float) -> float:

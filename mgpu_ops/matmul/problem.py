@@ -404,6 +404,9 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     size = itemsize_of(stored.out_dtype)
     scales = _scales_of_a_step(config) if problem.scales == "block" else ()
     vector = config.compute_warpgroups * gemm.ROWS if problem.normalised and received else 0
+    if loads_bias(stored, config):
+        vector += config.compute_warpgroups * bias_room(max(gemm.warpgroup_tile(config)))
+        barriers += config.compute_warpgroups
     itemsize = itemsize_of(problem.dtype)
     columns = columns_of_b(problem, config)
     return gemm.Storage(
@@ -418,6 +421,19 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
         reduces=problem.normalised,
         columns_of_b=columns,
     )
+
+
+def loads_bias(p: Problem, c: Config) -> bool:
+    """Whether each consumer loads its part of the bias into shared memory while it multiplies, of a config `as_computed`.
+
+    Not in a cluster along k, some of whose blocks store nothing: there it is read when the tile is stored.
+    """
+    return p.bias and c.cluster != "k"
+
+
+def bias_room(elements: int) -> int:
+    """How many elements are set aside for so many of a bias: TMA writes to multiples of 128 bytes."""
+    return math.ceil(elements / 64) * 64
 
 
 def _scales_of_a_step(c: Config) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from mgpu_ops.core.row_norm import factor_of_squares
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
-from mgpu_ops.matmul.problem import SLOTS, Problem, cluster_size, has_epilogue, neighbours, transposed
+from mgpu_ops.matmul.problem import SLOTS, Problem, bias_room, cluster_size, has_epilogue, neighbours, transposed
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 
 
@@ -29,7 +29,8 @@ class Refs:
     """Arrays in global memory, as the product `as_computed` has them. All but a, b and out: None where there is none.
 
     A bias, and a scale of rows or columns, is as long as its side of all tiles; residual has the shape of out. scale_a and
-    scale_b are those of the call, also where A and B have changed places; those of blocks are as `load_scales` says.
+    scale_b are those of the call, also where A and B have changed places; those of blocks are as `load_scales` says. loaded is
+    shared memory.
     """
 
     a: Any
@@ -40,12 +41,13 @@ class Refs:
     epsilon: Any = None
     bias: Any = None
     residual: Any = None
+    loaded: LoadedBias | None = None
 
 
-def refs_of(p: Problem, a: Any, b: Any, *rest: Any) -> Refs:
+def refs_of(p: Problem, a: Any, b: Any, *rest: Any, loaded: LoadedBias | None = None) -> Refs:
     """The arguments of the kernel by name, in the order in which `launch` passes them."""
     *extra, out = rest
-    return Refs(a, b, out, **by_name(p, extra))
+    return Refs(a, b, out, **by_name(p, extra), loaded=loaded)
 
 
 def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
@@ -80,6 +82,44 @@ def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int
     return found
 
 
+class LoadedBias(NamedTuple):
+    """The bias of a tile in shared memory, as scratch of a launch.
+
+    part: [consumers, `bias_room` of a warpgroup's rows or columns]. arrived: a barrier of each consumer.
+    """
+
+    part: Any
+    arrived: Any
+
+
+def loaded_bias(work: Work, dtype: Any) -> LoadedBias:
+    """The types of `LoadedBias`."""
+    wgs = work.config.compute_warpgroups
+    part = plgpu.SMEM((wgs, bias_room(warpgroup_tile(work.config)[_along_bias(work)])), dtype)
+    return LoadedBias(part, plgpu.Barrier(num_arrivals=1, num_barriers=wgs))
+
+
+def _along_bias(work: Work) -> int:
+    """The side of a tile that the bias lies along: its rows, of the transposed product."""
+    return 0 if work.transposed else 1
+
+
+def load_bias(work: Work, t: jax.Array, refs: Refs) -> None:
+    """Consumer: starts to load its part of tile t's bias, where `loads_bias`; all its threads have read what was there."""
+    if refs.loaded is None:
+        return
+    place, wg, side, (part, arrived) = Place.of(work, t), lax.axis_index("wg"), _along_bias(work), refs.loaded
+    length = warpgroup_tile(work.config)[side]
+    own = _of_product(refs.bias, place).at[pl.ds(place.start(side, 0), length)]
+    engine.copy_gmem_to_smem(own, part.at[wg, pl.ds(0, length)], arrived.at[wg])
+
+
+def wait_for_bias(refs: Refs) -> None:
+    """Consumer: until it is there."""
+    if refs.loaded is not None:
+        plgpu.barrier_wait(refs.loaded.arrived.at[lax.axis_index("wg")])
+
+
 def load_residual(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: Any) -> None:
     """Consumer: starts to load the residual of tile t into the epilogue's buffers, one for each epilogue tile."""
     place, wg = Place.of(work, t), lax.axis_index("wg")
@@ -110,6 +150,7 @@ def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, a
     """
     place, wg, values = Place.of(work, t), lax.axis_index("wg"), acc[...]
     origins = epilogue_origins(work.config)
+    wait_for_bias(refs)
     for number, (i, j) in enumerate(origins):
         slot = number % SLOTS
         buffer = out_smem.at[wg, slot]
@@ -196,6 +237,7 @@ def store(
     def add(part: jax.Array, number: int, store: Callable[[jax.Array], None]) -> None:
         cluster_sum.add(part, t * (epilogue_tiles(c) + norms) + (norms + number), store)
 
+    wait_for_bias(refs)
     if refs.residual is not None:
         if_it_stores(c.cluster, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
     wide = cluster_sum is not None or has_epilogue(p)
@@ -242,6 +284,7 @@ def kept(work: Work, t: jax.Array, acc: Any, refs: Refs, residual: Callable[[int
     """
     place, values, parts = Place.of(work, t), acc[...], []
     width = work.config.epilogue_tile_n
+    wait_for_bias(refs)
     for i, j in epilogue_origins(work.config):
         part = values[i : i + ROWS, j : j + width]
         buffer = None if residual is None else residual(j // ROWS * ROWS)[...][:, j % ROWS : j % ROWS + width]
@@ -271,7 +314,9 @@ def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any
     if work.problem.scales == "row":
         values *= vector(refs.scale_a, rows)
         values *= vector(refs.scale_b, columns)
-    if refs.bias is not None:
+    if refs.loaded is not None:
+        values += along(refs.loaded.part.at[lax.axis_index("wg")], at[columns], values.shape, columns)
+    elif refs.bias is not None:
         values += vector(refs.bias, columns)
     values = in_registers(work.problem.activation, values)
     if refs.residual is not None:

@@ -57,6 +57,11 @@ _SUM_LAUNCH = 0.2e-6  # s of the kernel that adds up the parts of k, and the res
 _OF_PARTS = {"n": 0.847, "t": 0.971}  # times as long takes the arithmetic of parts of k, where B is stored [k, n] or [n, k]
 _SUM_BYTES_PER_CLOCK = 16.6  # of each SM, at which float32 parts are written to L2 and read
 _ADD_LAUNCH, _ADD_RATE = 2.5e-6, 0.89  # s of a kernel that adds the residual where k has one part, and of HBM's rate
+# s of a kernel that reads the product and writes its activation, of HBM's rate, and clocks of an SM for an element, of those
+# that take longer; of few elements the product's own kernel computes it
+_ACTIVATE_LAUNCH, _ACTIVATE_RATE = 3.4e-6, 0.71
+_ACTIVATE_CLOCKS = {"gelu": 0.35, "gelu_erf": 0.67}
+_ACTIVATE_APART = 2**20
 _NORMALISED, _NORMALISED_RATE = 2.5e-6, 0.47  # s of the kernels that normalise rows, and of HBM's rate at which they do
 _PAD_LAUNCH = 1.17e-6  # s of a kernel that copies an operand to an array with a longer k,
 _PAD_TIMES = 1.04  # times the operand's bytes at HBM's rate,
@@ -76,16 +81,17 @@ _ALIGNED = 8  # elements of 16 bits in 16 bytes
 def cost(problem: Problem, gpu: Gpu) -> float:
     """Modelled time of XLA in seconds, |...| as in `model.cost`.
 
-    time = launch + |waves * tile, HBM bytes / HBM rate| of the best tile, + sum of the parts of k, + sum with a residual;
+    time = launch + |waves * tile, HBM bytes / HBM rate| of the best tile, + sum of the parts of k, + activation, + residual;
     of a tiny product a constant; with a k that must be padded, + the copies of both operands.
     """
     if problem.dtype in DTYPES and problem.batch * problem.m * problem.n * problem.k < _TINY:
         return _TINY_SECONDS
     p, parts, algorithm = problem, split_k(problem, gpu), algorithms.of_xla(problem.algorithm, problem.m, problem.n)
-    added = 0.0
+    added = 0.0 if parts > 1 else _activated(p, gpu)
     if p.residual:
         if parts == 1:  # a kernel reads the product and the residual, and writes their sum
-            added = _ADD_LAUNCH + 3 * p.batch * p.m * p.n * itemsize_of(p.out_dtype) / (_ADD_RATE * gpu.memory_bytes_per_s)
+            sums = 3 * p.batch * p.m * p.n * itemsize_of(p.out_dtype) / (_ADD_RATE * gpu.memory_bytes_per_s)
+            added = max(added, _ADD_LAUNCH + sums)
         p = replace(p, residual=False)
     aligned = _ALIGNED if p.dtype != "float32" else _ALIGNED // 2
     padded = p.k % (aligned * parts) and not (p.m == 1 and p.layout[1:] == "t")  # that one is a reduction of B's rows
@@ -109,6 +115,16 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     if p.dtype in DTYPES and p.batch * p.m * p.n * p.k < _SMALL and bytes_moved(p) < _SMALL_BYTES and p.k < _SMALL_K:
         launch -= _SMALL_SECONDS
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
+
+
+def _activated(p: Problem, gpu: Gpu) -> float:
+    """Seconds of the kernel that computes the activation of a product: 0 where the product's own does."""
+    elements = p.batch * p.m * p.n
+    if p.activation == "none" or elements < _ACTIVATE_APART:
+        return 0.0
+    moved = 2 * elements * itemsize_of(p.out_dtype) / (_ACTIVATE_RATE * gpu.memory_bytes_per_s)
+    computed = _ACTIVATE_CLOCKS.get(p.activation, 0.0) * elements / (gpu.sms * gpu.clock_hz)
+    return _ACTIVATE_LAUNCH + max(moved, computed)
 
 
 # Operations, and the shortest of all sides, of a large product: of 142 measured ones the models' ratio of kernel to XLA is

@@ -115,17 +115,30 @@ def test_no_shipped_entry_is_for_a_problem_of_anywhere(op: str) -> None:
         assert held_out.isdisjoint(database.to_problem(spec, entry.problem) for entry in database.read(path).entries)
 
 
-def test_other_models_are_of_no_other_list_and_nothing_shipped_is_for_them() -> None:
-    found = suites.problems(ATTENTION, "other-models")
-    assert len(found) == 30
-    assert set(found.values()).isdisjoint({*ATTENTION.shapes.values(), *suites.problems(ATTENTION, "anywhere").values()})
-    assert all(ATTENTION.supports(p, H200) is None for p in found.values())
-    held_out = {tuple(dataclasses.asdict(p).values()) for p in found.values()}
-    fields = [field.name for field in dataclasses.fields(ATTENTION.Problem)]
-    for path in Path(mgpu_ops.__path__[0], "configs").glob("*/flash_attention*.json"):
-        spec = spec_of(path.stem)
+OTHER_MODELS = {
+    "flash_attention": 30,
+    "matmul": 53,
+    "gated_matmul": 12,
+    "quantized_matmul": 16,
+    "grouped_matmul": 21,
+    "ragged_contraction": 14,
+}
+
+
+@pytest.mark.parametrize("op", OTHER_MODELS)
+def test_other_models_are_of_no_other_list_and_nothing_shipped_is_for_them(op: str) -> None:
+    spec = spec_of(op)
+    found = suites.problems(spec, "other-models")
+    assert len(found) == OTHER_MODELS[op]
+    lists = [name for name in suites.names(spec) if name != "other-models"]
+    assert set(found.values()).isdisjoint({p for name in lists for p in suites.problems(spec, name).values()})
+    assert all(spec.supports(p, H200) is None for p in found.values())
+    fields = [field.name for field in dataclasses.fields(spec.Problem)]
+    held_out = {tuple(getattr(p, name) for name in fields) for p in found.values()}
+    for path in Path(mgpu_ops.__path__[0], "configs").glob(f"*/{op}*.json"):  # of its backward pass too
+        of = spec_of(path.stem)
         for entry in database.read(path).entries:
-            shipped = database.to_problem(spec, entry.problem)
+            shipped = database.to_problem(of, entry.problem)
             assert tuple(getattr(shipped, name) for name in fields) not in held_out
 
 

@@ -34,9 +34,10 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "fp8-llm",
         "fp8-block-llm",
         "float32",
+        "other-models",
     ),
-    "gated_matmul": ("llm", "gradient", "stored", "llama3-8b", "llama3-70b", "gemma2-9b", "anywhere"),
-    "quantized_matmul": ("w8", "w4", "llama3-8b", "llama3-70b"),
+    "gated_matmul": ("llm", "gradient", "stored", "llama3-8b", "llama3-70b", "gemma2-9b", "anywhere", "other-models"),
+    "quantized_matmul": ("w8", "w4", "llama3-8b", "llama3-70b", "other-models"),
     "quantize": ("llama3-8b", "fp8-moe", "anywhere"),
     "grouped_matmul": (
         "moe",
@@ -51,6 +52,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "fp8",
         "fp8-row",
         "fp8-block",
+        "other-models",
     ),
     "quantized_grouped_matmul": ("w8", "w4", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b"),
     "gated_grouped_matmul": (
@@ -63,7 +65,10 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "qwen3-30b",
         "qwen3-235b",
     ),
-    "ragged_contraction": ("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b", "anywhere", "moe-fp8"),
+    "ragged_contraction": (
+        *("moe", "mixtral-8x7b", "deepseek-v3-ep8", "qwen3-30b", "qwen3-235b"),
+        *("anywhere", "moe-fp8", "other-models"),
+    ),
     "flash_attention": (
         *("llm", "d64", "d128", "d256", "heads", "decode", "decode-heads"),
         *("sinks", "paged", "kv8", "cudnn-frontend", "other-models", "anywhere"),

@@ -29,7 +29,7 @@ from mgpu_ops.matmul import Problem as Product
 from mgpu_ops.matmul import matmul
 from mgpu_ops.matmul.arguments import epsilon_of, float_dtype
 from mgpu_ops.matmul.gated.activation import FEW, run_gated_activation
-from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, space
+from mgpu_ops.matmul.gated.model import baseline_cost, candidates, cost, default, distance, margin, space
 from mgpu_ops.matmul.gated.problem import (
     SHAPES,
     SUITES,
@@ -325,6 +325,7 @@ SPEC = OpSpec(
     reference=reference,
     tolerance=tolerance,
     baseline_cost=baseline_cost,
+    modelled_margin=margin,
     baseline_keeps_sms=True,
 )
 _IN_PLACE = dataclasses.replace(SPEC, run=functools.partial(launch, in_place=True))

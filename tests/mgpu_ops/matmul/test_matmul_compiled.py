@@ -27,8 +27,11 @@ def compiled(problem: MatmulProblem, config: MatmulConfig) -> aot.Report:
     return aot.compile_for(H200, functools.partial(MATMUL.run, problem, config, H200), *arrays)
 
 
-@pytest.mark.parametrize("activation", thorough.cases(["gelu", "gelu_erf", "silu"], ["gelu", "silu"]))
-def test_an_epilogue_takes_two_slow_instructions_an_element_and_no_spills(activation):
+SLOW = {"gelu": 1, "gelu_erf": 1, "silu": 2}  # an exponential, and of silu a reciprocal square root
+
+
+@pytest.mark.parametrize("activation", thorough.cases(list(SLOW), ["gelu", "silu"]))
+def test_an_epilogue_takes_one_or_two_slow_instructions_an_element_and_no_spills(activation):
     problem = MatmulProblem(4096, 14336, 4096, bias=True, activation=activation, residual=True)
     config = MATMUL.default(problem, H200)
     report = compiled(problem, config)
@@ -36,7 +39,8 @@ def test_an_epilogue_takes_two_slow_instructions_an_element_and_no_spills(activa
     assert report.spills == 0
     assert report.smem_bytes <= smem_bytes(problem, config)
     elements = config.tile_m * config.tile_n // config.compute_warpgroups // 128  # of a thread
-    assert 2 * elements <= kernel.sass.count("MUFU") <= 2 * elements + 8  # an exponential, a reciprocal square root
+    parts = 2 if config.takes_turns else 1  # of a tile, each of one consumer
+    assert 0 <= kernel.sass.count("MUFU") - SLOW[activation] * elements * parts <= 8
 
 
 @pytest.mark.parametrize(
