@@ -45,7 +45,7 @@ _ACROSS_LINES = {128: 1.0, 64: 1.085, 32: 1.321, 16: 2.243}
 _STORE_NARROW = {16: 2.578}  # as long take stores in epilogue tiles of so many columns
 _STORE_ACROSS = {128: 1.0, 64: 1.101, 32: 1.272, 16: 2.06}  # as long take the stores of such rows of the output
 # Clocks of an SM for an element of the epilogue, which takes so long where nothing multiplies beside it.
-_FINISH = {"none": 0.0, "relu": 0.004, "silu": 0.114, "gelu": 0.085, "gelu_erf": 0.083}
+_FINISH = {"relu": 0.004, "silu": 0.114, "gelu": 0.085, "gelu_erf": 0.083}
 _FINISH_BIAS = 0.022
 _FINISH_RESIDUAL = {"cooperative": 0.1, "ahead": 0.1, "deferred": 0.03, "pingpong": 0.06}
 _RESIDUAL_IN_TURN = 5.8e-7  # s until an epilogue tile of a residual is loaded, where consumers take turns
@@ -183,7 +183,7 @@ def _of_a_block(c: Config, waves: int, steps: int, step: float, store: float, fi
 
 def _finish(p: Problem, c: Config, gpu: Gpu) -> float:
     """Seconds of a tile's epilogue between its sums and its store."""
-    clocks = _FINISH[p.activation] + _FINISH_BIAS * p.bias + _FINISH_RESIDUAL[c.schedule] * p.residual
+    clocks = _FINISH.get(p.activation, 0.0) + _FINISH_BIAS * p.bias + _FINISH_RESIDUAL[c.schedule] * p.residual
     loaded = _RESIDUAL_IN_TURN * gemm.epilogue_tiles(c) if p.residual and c.takes_turns else 0.0
     return c.tile_m * c.tile_n * clocks / gpu.clock_hz + loaded
 

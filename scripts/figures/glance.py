@@ -14,7 +14,7 @@ def strips(results: Path) -> Iterator[Strip]:
     """An op or two lines of it, each beside the fastest that JAX users have."""
     matmuls, grads = problems(results, "h200-matmul"), problems(results, r"h200-matmul\+grad")
     both = problems(results, "h200-flash_attention[+-]grad.*")
-    few, gated = problems(results, "h200-flash_attention-decode"), problems(results, "h200-gated_matmul-.*")
+    few, gated = problems(results, "h200-flash_attention-decode"), problems(results, "h200-gated_matmul-llama3-8b")
     training, decoding = problems(results, "h200-grouped_matmul-training"), problems(results, "h200-grouped_matmul-decoding")
     weights = problems(results, "h200-ragged_contraction")
     beside_both = problems(results, "h200-flash_attention", "cudnn", "tokamax")
@@ -31,10 +31,13 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m = 128", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] == 128], "xla")
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, random shapes, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
+    yield strip("matmul, other models, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-other-models"), "xla")
     rows = problems(results, "h200-matmul-llm-rows")
     yield strip("matmul, layers of Llama 3, 1 to 16384 rows", "XLA (cuBLAS)", rows, "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
+    gated = problems(results, "h200-gated_matmul-other-models")
+    yield strip("gated matmul, other models, untuned", "XLA (two products)", gated, "xla")
     yield from training_steps(results)
     yield strip("mixture of experts, forward", "fastest parts of others", layers_of_experts(results), "fastest-parts")
     grads = layers_of_experts(results, "+grad")
@@ -118,6 +121,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
     "attention, decoding",
     "matmul, m >= 256",
     "matmul, random shapes, untuned",
+    "matmul, other models, untuned",
     "grouped matmul, training",
     "a training step in 16 bits",
     "a training step in 16 bits, other models, untuned, H100",

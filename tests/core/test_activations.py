@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mgpu_ops.core.activations import ACTIVATIONS, activate, checked_activation, in_registers, with_derivative
+from mgpu_ops.core.activations import (
+    ACTIVATIONS,
+    activate,
+    checked_activation,
+    gradient,
+    in_registers,
+    recomputed,
+    with_derivative,
+)
 
 X = np.concatenate([np.linspace(-12, 12, 4001), [-1e4, 1e4, 0.0]]).astype(np.float32)  # exp(1e4) is infinite
 
@@ -22,6 +30,26 @@ def test_registers_hold_the_activation_and_its_derivative(activation):
     np.testing.assert_allclose(in_registers(activation, jnp.asarray(X)), wanted, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(values, wanted, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(derivative, slope, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_erf"])
+def test_infinity_and_nan_are_what_jax_makes_of_them(activation):
+    x = jnp.asarray([jnp.inf, jnp.nan], "float32")
+    for found in (in_registers(activation, x), with_derivative(activation, x)[0], recomputed(activation, x)):
+        np.testing.assert_array_equal(found, [np.inf, np.nan])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_a_gradient_s_passes_compute_rounds_as_jax_s_functions(activation, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x, g = jnp.asarray(X, dtype), jnp.asarray(np.cos(X), dtype)
+        wanted, back = jax.vjp(lambda x: activate(activation, x), x)
+        found, slope = recomputed(activation, x), gradient(activation, x, g)
+        assert (found.dtype, slope.dtype) == (wanted.dtype, x.dtype)
+        bound = {"float64": 0.0, "float32": 4e-6}.get(dtype, float(jnp.finfo(dtype).eps))  # a last digit of 16 bits
+        np.testing.assert_allclose(*(np.asarray(y, "float64") for y in (found, wanted)), rtol=bound, atol=bound)
+        np.testing.assert_allclose(*(np.asarray(y, "float64") for y in (slope, back(g)[0])), rtol=bound, atol=bound)
 
 
 def test_none_is_no_activation_and_an_unknown_one_is_named():

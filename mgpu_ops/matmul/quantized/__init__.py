@@ -327,7 +327,10 @@ def scaled_product(p: Product, x: jax.Array, w: jax.Array, scales: jax.Array, *z
     dtype, wide = product_dtype(x.dtype), np.promote_types(x.dtype, np.float32)
     ones = jnp.ones((), scales.dtype)[None]
     weights = dequantised(p, w, scales if p.group_size else ones, *zero_points).astype(dtype)
-    out = jnp.matmul(x.astype(dtype), weights.mT if p.layout == "nt" else weights, preferred_element_type=wide)
+    # Rounded where nothing follows: XLA would write a wide product, and round that in a kernel of its own.
+    alone = bool(p.group_size) and not (p.bias or p.residual)
+    sums = np.dtype(p.out_dtype) if alone else wide
+    out = jnp.matmul(x.astype(dtype), weights.mT if p.layout == "nt" else weights, preferred_element_type=sums)
     return out if p.group_size else out * scales.astype(wide)
 
 

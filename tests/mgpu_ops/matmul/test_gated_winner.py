@@ -35,3 +35,19 @@ def test_weights_that_are_joined_are_one_product_of_xla_and_take_it_less_time():
 @pytest.mark.parametrize("kind", ["gradient", "stored"])
 def test_a_joined_weight_has_no_gradient_or_stored_gate_of_its_own(kind):
     assert "leave joined out" in GATED.supports(P(256, 256, 256, joined=True, **{kind: True}), H100)
+
+
+FASTER = [  # the kernel, on an H200, in results/2026-11-28-h200-gated_matmul-other-models.csv
+    P(8192, 18944, 3584),
+    P(2048, 21504, 5376, activation="gelu"),
+    P(4096, 10240, 4096, activation="gelu"),
+    P(4096, 13824, 5120, gradient=True),
+]
+
+
+@pytest.mark.parametrize("problem", FASTER, ids=str)
+def test_with_many_rows_the_kernel_runs_where_the_models_have_both_alike(problem):
+    h200 = gpu.find("h200")
+    assert GATED.modelled_margin(problem) == 1.0
+    assert GATED.cost(problem, GATED.default(problem, h200), h200) < GATED.baseline_cost(problem, h200)
+    assert GATED.modelled_margin(P(16, 18944, 3584)) == 0.95

@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_ops.core import gpu
 from mgpu_ops.matmul import SPEC, checks, problem, xla
-from mgpu_ops.matmul.problem import Problem
+from mgpu_ops.matmul.problem import Problem, bias_room
 from mgpu_ops.registry import winner
 from mgpu_ops.registry.spec import baseline_of
 from tests.configs import BASE
@@ -214,6 +214,35 @@ def test_the_default_of_a_large_product_defers_its_stores():
     assert SPEC.default(replace(large, residual=True), H200) == default
     assert SPEC.default(replace(large, layout="nt", residual=True), H200) == default
     assert SPEC.default(replace(large, layout="tn", residual=True), H200).schedule == "pingpong"  # there is no room for it
+
+
+EPILOGUES = [  # us of XLA on an H200, in results/2026-11-28-h200-matmul-other-models.csv
+    (Problem(25216, 3072, 768, bias=True, activation="gelu_erf"), 381.0),
+    (Problem(24000, 5120, 1280, bias=True, activation="gelu_erf"), 746.9),
+    (Problem(16384, 4608, 1152, bias=True, activation="gelu"), 334.7),
+    (Problem(32760, 8960, 1536, bias=True, activation="gelu"), 1605.0),
+]
+
+
+@pytest.mark.parametrize(("problem", "us"), EPILOGUES, ids=str)
+def test_an_activation_is_a_kernel_of_its_own_in_xla_and_costs_ours_less(problem, us):
+    assert SPEC.baseline_cost(problem, H200) * 1e6 == pytest.approx(us, rel=0.08)
+    config = SPEC.default(problem, H200)
+    assert config.schedule == "pingpong"  # one consumer computes it while the other multiplies
+    assert SPEC.cost(problem, config, H200) < 0.86 * SPEC.baseline_cost(problem, H200)
+
+
+@pytest.mark.parametrize(("k", "width"), [(768, 64), (4096, 32)])
+def test_an_epilogue_in_turn_has_wide_tiles_where_there_is_little_time_for_it(k, width):
+    config = SPEC.default(Problem(25216, 3072, k, bias=True, activation="gelu_erf"), H200)
+    assert (config.schedule, config.epilogue_tile_n) == ("pingpong", width)
+
+
+@pytest.mark.parametrize("elements", [8, 96, 104, 168, 256])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_consumer_s_bias_begins_where_tma_can_write(elements, itemsize):
+    assert bias_room(elements) >= elements
+    assert bias_room(elements) * itemsize % 128 == 0
 
 
 @pytest.mark.parametrize("sides", [(256, 28672, 4096), (512, 14336, 3584), (1024, 3584, 14336)])
