@@ -8,8 +8,8 @@ with what is known of integers (bounds, and what they are multiples of), and rai
   swizzle tiles are 8 rows of the swizzle: only what a kernel indexes a buffer by can break the rule;
 - a TMA copy that may begin elsewhere than at a multiple of 16 bytes of a row in global memory. NVIDIA documents it for the
   array and its strides; an H200 refused a copy that began 4 bytes into a row as an illegal instruction;
-- a plain bulk copy, which Mosaic chooses for windows that lie contiguous in global memory, that may reach beyond a dimension
-  of the array. It goes on in the next row, and is cut at the array's end alone, without zeros for the rest;
+- a plain bulk copy that may reach beyond a dimension of the array. Mosaic chooses it for windows that lie contiguous in global
+  memory, but for loads that fill with zeros, the default. It goes on in the next row, and is cut at the array's end alone;
 - reductions across warps in several warpgroups of a block. Mosaic gives them all the same shared memory.
 
 The last two are not found in every case. A window whose length divides the dimension passes, as blocks begin at multiples of
@@ -497,12 +497,15 @@ def _check_copy(eqn: Any, env: _Env, axes: Mapping[str, int], *, sure: bool) -> 
     if gmem is None or smem is None:
         return
     shared = math.prod(axes.get(axis, 1) for axis in params.get("collective_axes") or ())
+    outside = params.get("oob_mode")
+    if outside is None and loads:  # as JAX lowers it
+        outside = launch_context.OOBFillMode.ZEROS
     plain = (
         gmem.contiguous
         and not smem.tiled
         and shared == 1
         and not params.get("reduction_op")
-        and params.get("oob_mode") is not launch_context.OOBFillMode.ZEROS
+        and outside is not launch_context.OOBFillMode.ZEROS
     )
     unit = BULK_BYTES if plain else TENSOR_BYTES
     if smem.alignment % unit:

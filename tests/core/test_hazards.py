@@ -36,7 +36,18 @@ def smem(*shape: int, **options: Any) -> Any:
 # --- Where in shared memory a copy begins
 
 
-def staged(columns: int, width: int, *, dtype: Any = jnp.float32, interpret: bool = False, stored: bool = False) -> None:
+PLAIN = plgpu.OOBFillMode.UNDEFINED  # a load of a contiguous window is then a plain bulk copy, as each store of one is
+
+
+def staged(
+    columns: int,
+    width: int,
+    *,
+    dtype: Any = jnp.float32,
+    interpret: bool = False,
+    stored: bool = False,
+    oob_mode: plgpu.OOBFillMode | None = None,
+) -> None:
     """Copies windows [2, width] of an array [64, columns], into or out of a stage that a counter chooses."""
 
     def body(x: Any, out: Any, *, buffer: Any, full: Any) -> None:
@@ -46,7 +57,7 @@ def staged(columns: int, width: int, *, dtype: Any = jnp.float32, interpret: boo
             if stored:
                 plgpu.copy_smem_to_gmem(stage, out.at[window])
             else:
-                engine.copy_gmem_to_smem(x.at[window], stage, full)
+                engine.copy_gmem_to_smem(x.at[window], stage, full, oob_mode=oob_mode)
 
         lax.fori_loop(0, 8, turn, None)
 
@@ -65,12 +76,21 @@ def test_a_tensor_copy_of_a_stage_that_begins_between_multiples_of_128_bytes_is_
         staged(64, 4, interpret=interpret, stored=stored)
 
 
-def test_a_contiguous_copy_begins_at_multiples_of_16_bytes():
+@pytest.mark.parametrize("options", [{"stored": True}, {"oob_mode": PLAIN}], ids=["stored", "loaded"])
+def test_a_contiguous_copy_begins_at_multiples_of_16_bytes(options):
     """It is a plain bulk copy."""
-    staged(8, 8)
-    staged(2, 2)  # stages of 16 bytes
+    staged(8, 8, **options)
+    staged(2, 2, **options)  # stages of 16 bytes
     with pytest.raises(UnsafeKernel, match=r"multiples of 8 bytes of its buffer .* needs multiples of 16"):
-        staged(2, 2, dtype=jnp.bfloat16)
+        staged(2, 2, dtype=jnp.bfloat16, **options)
+
+
+def test_a_contiguous_load_that_fills_with_zeros_is_a_tensor_copy():
+    """By default: seen in SASS, "UTMALDG.1D", with both ends of jax's range."""
+    staged(16, 16)
+    for oob_mode in (None, plgpu.OOBFillMode.ZEROS):
+        with pytest.raises(UnsafeKernel, match=r"multiples of 64 bytes of its buffer .* needs multiples of 128"):
+            staged(8, 8, oob_mode=oob_mode)
 
 
 def test_an_index_that_is_always_a_multiple_keeps_a_copy_aligned():
@@ -134,7 +154,7 @@ def windows(
             if stored:
                 plgpu.copy_smem_to_gmem(buffer, out.at[window])
             else:
-                engine.copy_gmem_to_smem(x.at[window], buffer, full)
+                engine.copy_gmem_to_smem(x.at[window], buffer, full, oob_mode=PLAIN)
 
         lax.fori_loop(0, -(-parts // width), turn, None)
 

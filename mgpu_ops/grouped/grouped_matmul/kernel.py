@@ -177,7 +177,7 @@ class GroupedStages:
         rows = refs.scale_lhs.at[ks, pl.ds(row, c.tile_m + SCALES_IN_LINE)]
         of_columns = [(scales.at[tile.group, ks, pl.ds(column, SCALES_IN_LINE)], smem) for scales, smem in self.scale_buffers()]
         for scales, smem in ((rows, refs.lhs_scale_smem), *of_columns):
-            engine.copy_gmem_to_smem(scales, smem.at[stage], full, oob_mode=plgpu.OOBFillMode.ZEROS)
+            engine.copy_gmem_to_smem(scales, smem.at[stage], full)
 
     def load_further(self, tile: GroupTile, position: Any, step: int, rows: int, stage: jax.Array, full: Any) -> None:
         """Nothing: all steps are multiplied."""
