@@ -71,11 +71,11 @@ from mgpu_ops.matmul.problem import (
 from mgpu_ops.matmul.store import (
     LoadedBias,
     arrays_of_epilogue,
+    bias_scratch,
     kept,
     load_bias,
     load_residual,
     load_slots,
-    loaded_bias,
     refs_of,
     residual_in,
     store,
@@ -274,6 +274,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     Each has a leading batch dimension, or is shared by all products.
     """
     whole, extra = p, by_name(p, arrays[2:])
+    if p.bias and extra["bias"].dtype.itemsize not in (2, 4):  # tiles begin at multiples of eight, TMA at multiples of 16 bytes
+        extra["bias"] = extra["bias"].astype(jnp.float32)
     a, b = _as_multiplied(p, c, *arrays[:2])
     batched = any(x.ndim > rank for x, rank in zip(arrays, ranks(p), strict=True))
     p = partial_problem(p, c)
@@ -351,7 +353,7 @@ def _scratch(work: Work, extra: dict[str, jax.Array]) -> dict[str, Any]:
         arrivals, slots = (1, SLOTS) if c.takes_turns else (epilogue_tiles(c), 1)
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots * c.compute_warpgroups)
     if loads_bias(p, c):
-        scratch["bias"] = loaded_bias(work, extra["bias"].dtype)
+        scratch["bias"] = bias_scratch(work, extra["bias"].dtype)
     if c.schedule != "cooperative":
         scratch["stages"] = stages_of(p, c)
     if adds_shares(p, c):

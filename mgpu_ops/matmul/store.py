@@ -92,7 +92,7 @@ class LoadedBias(NamedTuple):
     arrived: Any
 
 
-def loaded_bias(work: Work, dtype: Any) -> LoadedBias:
+def bias_scratch(work: Work, dtype: Any) -> LoadedBias:
     """The types of `LoadedBias`."""
     wgs = work.config.compute_warpgroups
     part = plgpu.SMEM((wgs, bias_room(warpgroup_tile(work.config)[_along_bias(work)])), dtype)

@@ -229,6 +229,17 @@ def test_epilogue_through_the_kernel_with_leading_dimensions(assert_near):
     assert_near(ours("gelu", "interpret", *layer(2)), with_epilogue("gelu", *layer(2)), tolerance(BF16))
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16", "float32", "float64"])
+def test_a_bias_may_have_another_dtype_than_the_product(dtype):
+    """The kernel loads a part of it for each tile, from an element on that is a multiple of eight."""
+    a, b, *_ = layer()
+    with jax.enable_x64(dtype == "float64"):
+        bias = jnp.arange(b.shape[1]).astype(dtype)
+        out = matmul(a, b, bias=bias, preferred_element_type=F32, backend="interpret")
+    wanted = a.astype(F32) @ b.astype(F32) + np.asarray(bias, "float32")
+    np.testing.assert_allclose(out, wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_residual_broadcasts_and_vectors_have_epilogues():
     a, b, bias, _ = layer()
     wanted = jax.nn.relu(a[0].astype(F32) @ b.astype(F32) + bias) + 1

@@ -195,9 +195,10 @@ def test_three_consumers_without_a_producer_are_right(problem, cluster, assert_m
 def draw_few_rows(seed: int) -> tuple[Any, Any]:
     """As `draw`, with few rows and a config that computes the transposed product, or adds up parts of k in a cluster."""
     rng = random.Random(seed)
-    layout, batch, residual = rng.choice(["nn", "nt"]), rng.choice([1, 1, 3]), rng.random() < 0.4
+    layout, batch = rng.choice(["nn", "nt"]), rng.choice([1, 1, 3])
+    more = {"residual": rng.random() < 0.4, "bias": rng.random() < 0.3}
     n = 8 * rng.randint(1, rng.choice([150, 1500]))  # up to three tiles for a cluster of two
-    problem = P(rng.randint(1, 64), n, 8 * rng.randint(1, 150), layout=layout, batch=batch, residual=residual)
+    problem = P(rng.randint(1, 64), n, 8 * rng.randint(1, 150), layout=layout, batch=batch, **more)
     device = gpu.current()
     space = {**MATMUL.space(problem, device), "cluster": ("none", "m", "n", "k", "k"), "epilogue_tile_n": (64,)}
     drawn = (MatmulConfig(**{f: rng.choice(v) for f, v in space.items()}) for _ in range(50_000))
@@ -221,7 +222,8 @@ def draw_fitted(seed: int, clusters: tuple[str, ...] = ()) -> tuple[Any, Any]:
     while True:
         layout = rng.choice(["nn", "nt", "tn", "tt"])
         m, n, k = (8 * rng.randint(1, limit) for limit in (32, 150, 150))
-        problem = P(m, n, k, out_dtype=rng.choice(["bfloat16", "float32"]), layout=layout, batch=rng.choice([1, 1, 3]))
+        out_dtype, batch, bias = rng.choice(["bfloat16", "float32"]), rng.choice([1, 1, 3]), rng.random() < 0.3
+        problem = P(m, n, k, out_dtype=out_dtype, layout=layout, batch=batch, bias=bias)
         space = {**MATMUL.space(problem, device), "tile_m": range(64, 257, 8), "epilogue_tile_n": (16, 32, 64)}
         space |= {"tile_n": range(64, 257, 8), "schedule": ("cooperative", "ahead", "deferred", "pingpong")}
         space |= {"cluster": clusters, "tile_m": (16, 32, 64, 96, 128, 256)} if clusters else {}
