@@ -228,6 +228,9 @@ def tolerance(spec: OpSpec, problem: Problem, grad: bool) -> float:
         # That of the logits is zero but for the experts chosen, so that its errors are held against an rms that is smaller by
         # sqrt(experts / top_k).
         limits.append(max(2.0, math.sqrt(fields["groups"] / fields["top_k"])) * spec.tolerance(problem))
+    if grad and spec.name in ("matmul", "grouped_matmul") and fields["activation"] != "none":
+        # The argument of the activation is kept rounded, and so is its gradient, of which both products are computed.
+        limits.append(2 * spec.tolerance(problem))
     backward = mgpu_ops.SPECS.get(f"{spec.name}_backward")
     if grad and backward is not None:
         limits.append(2 * backward.tolerance(problem))
