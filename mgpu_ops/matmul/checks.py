@@ -156,6 +156,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or gemm.check_choices(config, _CHOICES)
         or check_turns(config)
         or _check_three(problem, config)
+        or _check_one(problem, config)
         or _check_deferred(problem, config)
         or check_norm(problem.normalised, config)
         or _check_blocks(problem, config)
@@ -202,6 +203,17 @@ def check_turns(c: Config) -> str | None:
     if computes_transposed(c):
         return f"tile_m={c.tile_m} must be a multiple of {gemm.ROWS} with schedule='pingpong'"
     return None
+
+
+def _check_one(p: Problem, c: Config) -> str | None:
+    """One consumer has registers for a tile of 128 x 128, with float32 results and the next step's wgmma in flight."""
+    large = c.compute_warpgroups == 1 and c.schedule == "ahead" and c.tile_m * c.tile_n > 128 * 128
+    if not large or itemsize_of(partial_problem(p, c).out_dtype) < 4:
+        return None
+    return (
+        f"compute_warpgroups=1 with a tile of {c.tile_m} x {c.tile_n}, float32 results and schedule='ahead' spills registers: "
+        "take 2, or at most 128 x 128"
+    )
 
 
 def _check_three(p: Problem, c: Config) -> str | None:
