@@ -40,19 +40,19 @@ def activate(activation: str, x: jax.Array) -> jax.Array:
     return _OF_JAX[activation](x.astype(np.promote_types(x.dtype, np.float32))).astype(x.dtype)
 
 
-def recomputed(activation: str, x: jax.Array) -> jax.Array:
-    """The activation of a product, through XLA in a gradient's forward pass: as `activate`, but in a kernel's formulas.
+def activate_as_kernels(activation: str, x: jax.Array) -> jax.Array:
+    """As `activate`, in the formulas of kernels, for a product whose activation a gradient needs.
 
-    Those take fewer instructions than XLA's, whose gelu_erf takes longer than to read and write x. float64 has `activate`.
+    They take fewer instructions than XLA's, whose gelu_erf takes longer than to read and write x. float64 has `activate`.
     """
-    if activation == "none" or x.dtype == np.float64:
+    if x.dtype == np.float64:
         return activate(activation, x)
     return in_registers(activation, x.astype(np.float32)).astype(x.dtype)
 
 
 def gradient(activation: str, x: jax.Array, g: jax.Array) -> jax.Array:
-    """The gradient of x from g, that of `recomputed`: in x's dtype."""
-    if activation == "none" or x.dtype == np.float64:
+    """The gradient of x from g, that of `activate_as_kernels`: in x's dtype."""
+    if x.dtype == np.float64:
         found: jax.Array = jax.vjp(functools.partial(activate, activation), x)[1](g)[0]
         return found
     return (g.astype(np.float32) * with_derivative(activation, x.astype(np.float32))[1]).astype(x.dtype)

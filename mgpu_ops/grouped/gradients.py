@@ -42,7 +42,7 @@ def _matmul_forward(
         return out, (*saved, None)
     plain = dataclasses.replace(call, activation="none", config=None)
     linear = grouped_matmul.product(plain, lhs, rhs, sizes, bias, row_indices=indices)
-    out = activations.recomputed(call.activation, linear)
+    out = activations.activate_as_kernels(call.activation, linear)
     if row_scale is not None:
         out = _scaled(call, out, row_scale, sizes)
     if residual is not None:
@@ -63,7 +63,7 @@ def _matmul_backward(call: grouped_matmul.Call, saved: Any, g: jax.Array) -> tup
     lhs, dscale = _rows_at(given, indices), None
     if linear is not None:
         if scale is not None:
-            dscale = _row_sums(call, g, activations.recomputed(call.activation, linear), sizes)
+            dscale = _row_sums(call, g, activations.activate_as_kernels(call.activation, linear), sizes)
             g = _scaled(call, g, scale, sizes).astype(linear.dtype)
         g = activations.gradient(call.activation, linear, g)
     g = g.astype(lhs.dtype)

@@ -269,7 +269,7 @@ def _forward(call: Call, *arrays: jax.Array) -> Any:
     if call.activation == "none":
         return _matmul(call, *arrays), saved
     linear = _matmul(dataclasses.replace(call, activation="none", residual=False), a, b, *extra[: call.bias])
-    out = activations.recomputed(call.activation, linear)
+    out = activations.activate_as_kernels(call.activation, linear)
     return (out + extra[-1] if call.residual else out), (*saved[:3], linear)
 
 

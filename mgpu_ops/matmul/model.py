@@ -126,7 +126,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     finish = _finish(p, c, gpu)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store, finish) * gemm.raster_factor(c.raster_width, STRIP)
     under_power = 2 * tiles * c.tile_m * c.tile_n * c.tile_k * k_steps(p, c) / (_POWER_CAP * gpu.flops(p.dtype))
-    if p.activation != "none" and not c.takes_turns:
+    if p.activation != "none" and not c.takes_turns:  # at the power cap too nothing multiplies meanwhile
         under_power += waves * finish
     overlapped = c.schedule in ("pingpong", "deferred") and waves > 1
     if c.schedule == "ahead" and max(down, across) > 1 and min(alignments(p)) < 128:

@@ -203,13 +203,13 @@ def assert_builds(spec: Any, problem: Any, config: Any, device: Any, spills: int
 
 
 # Bytes that ptxas keeps in local memory, once in a kernel, before its main loop, or over a whole tile. As SASS has it, none is
-# read in a loop over k or keys, but with jax 0.11 a word of the last one once a block of keys.
+# read in a loop over k or keys. But with jax 0.11 the last kernel reads some in loops over keys, 160 in all: it fails there.
 OLD_PTXAS = jax.__version_info__ < (0, 12)
 KNOWN_SPILLS = {
     ("h100-sxm", MatmulProblem(64, 4096, 14336, residual=True)): 0 if OLD_PTXAS else 16,
     ("h200", MatmulProblem(8, 10240, 8192)): 48 if OLD_PTXAS else 32,
     ("h200", RaggedContractionProblem(32768, 4096, 7168, 32, spread="random")): 24,
-    ("h200", Problem(1, 8192, 8192, 16, 8, 256, causal=True, window_left=4095)): 160 if OLD_PTXAS else 64,  # Gemma 2
+    ("h200", Problem(1, 8192, 8192, 16, 8, 256, causal=True, window_left=4095)): 128 if OLD_PTXAS else 64,  # Gemma 2
 }
 
 

@@ -103,7 +103,7 @@ def baseline_cost(problem: Problem, gpu: Gpu) -> float:
 def margin(problem: Problem) -> float:
     """How much of XLA's modelled time the kernel may take by its model to run.
 
-    Of 27 problems with more than 64 rows it was faster in all, by 4 % at least; the models have 0 to 56 %. XLA writes both
+    Of 23 problems with more than 64 rows it was faster in all, by 4 % at least; the models have 0 to 56 %. XLA writes both
     products and reads them again. With few rows both wait for the weights (docs/kernels/gated_matmul.md).
     """
     return 1.0 if problem.m > gemm.ROWS else 0.95
