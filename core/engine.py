@@ -91,9 +91,9 @@ class Accumulators(ScratchType):
     """Scratch type: accumulators of `shapes` in the registers of each of `warpgroups` consumer warpgroups; int32 for integers.
 
     A kernel receives a handle. A consumer warpgroup calls `handle.scope(fn)`, which runs `fn(*accs)` with accumulators of its
-    own, set to zero; `handle.scope(fn, which)` with some of them. `acc[...]` waits for all wgmma and reads,
-    `accumulated(acc, n)` waits for all but the last n, and `acc[...] = x` writes. A loop or branch that starts a wgmma must
-    also wait for it (`core/inflight.py`).
+    own, set to zero, and returns what it returns; `handle.scope(fn, which)` with some of them. `acc[...]` waits for all wgmma
+    and reads, `accumulated(acc, n)` waits for all but the last n, and `acc[...] = x` writes. A loop or branch that starts a
+    wgmma must also wait for it (`core/inflight.py`).
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -112,13 +112,13 @@ class _Registers:
     def __init__(self, shapes: tuple[tuple[int, int], ...], dtype: Any):
         self._shapes, self._dtype = shapes, dtype
 
-    def scope(self, fn: Callable[..., None], which: Sequence[int] | None = None) -> None:
-        def run(*accs: Any) -> None:
+    def scope(self, fn: Callable[..., Any], which: Sequence[int] | None = None) -> Any:
+        def run(*accs: Any) -> Any:
             with inflight.scope():
-                fn(*accs)
+                return fn(*accs)
 
         shapes = self._shapes if which is None else [self._shapes[i] for i in which]
-        pl.run_scoped(run, *(plgpu.ACC(shape, self._dtype) for shape in shapes))
+        return pl.run_scoped(run, *(plgpu.ACC(shape, self._dtype) for shape in shapes))
 
 
 class _Simulated:
@@ -127,13 +127,13 @@ class _Simulated:
     def __init__(self, refs: list[Any]):
         self._refs = refs
 
-    def scope(self, fn: Callable[..., None], which: Sequence[int] | None = None) -> None:
+    def scope(self, fn: Callable[..., Any], which: Sequence[int] | None = None) -> Any:
         refs = self._refs if which is None else [self._refs[i] for i in which]
         accs = [ref.at[lax.axis_index("wg")] for ref in refs]
         for acc in accs:
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
         with inflight.scope():
-            fn(*accs)
+            return fn(*accs)
 
 
 def accumulated(acc: Any, in_flight: int) -> jax.Array:

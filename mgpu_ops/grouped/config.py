@@ -33,6 +33,8 @@ class Config:
     schedule: "static", a block has each so many-th tile; or "dynamic", it takes the next one when it is free, of a contraction
       those of the largest groups first. For groups of uneven sizes; it takes a small kernel of XLA's before. "deferred" and
       "dynamic-deferred" are the same, but a tile is rounded and kept in registers, and stored while the next one is multiplied.
+    short_tiles: where at most 64 rows are left for a group's last tile, it has 64 rows, which the two consumers share along n.
+      For products whose tiles are handed out.
     """
 
     tile_m: int
@@ -46,6 +48,7 @@ class Config:
     epilogue_slots: int
     memory_registers: int
     schedule: str = "static"
+    short_tiles: bool = False
 
     @property
     def takes_turns(self) -> bool:
@@ -63,6 +66,35 @@ def is_dynamic(c: Config) -> bool:
 def defers(c: Config) -> bool:
     """Whether a tile is stored while the next one is multiplied."""
     return c.schedule.endswith("deferred")
+
+
+def short(c: Config) -> Config:
+    """How the consumers share a short tile, for what `core/gemm.py` says of a config's tile."""
+    return dataclasses.replace(c, tile_m=gemm.ROWS, wg_dimension="n", short_tiles=False)
+
+
+def check_short_tiles(c: Config, refused: str | None) -> str | None:
+    """Why a group's last tile cannot be a short one, or None. refused: what of a problem it does not run with."""
+    if not c.short_tiles:
+        return None
+    if refused is not None:
+        return f"short_tiles=True does not run with {refused}: use False"
+    if not is_dynamic(c):
+        return f"short_tiles=True takes tiles handed out, not schedule={c.schedule!r}: blocks would fall out of step"
+    if c.compute_warpgroups != 2 or c.wg_dimension != "m" or c.tile_m != 2 * gemm.ROWS:
+        return (
+            f"short_tiles=True is for two consumers that share tile_m={2 * gemm.ROWS} along m, not {c.compute_warpgroups} that "
+            f"share tile_m={c.tile_m} along {c.wg_dimension}"
+        )
+    if c.tile_n // 2 % c.epilogue_tile_n:
+        return (
+            f"epilogue_tile_n={c.epilogue_tile_n} must divide the {c.tile_n // 2} columns that a consumer has of a short tile"
+        )
+    if c.tile_n // 2 % PANEL:
+        return (
+            f"tile_n={c.tile_n} must be a multiple of {2 * PANEL} with short_tiles=True: each consumer has whole swizzle rows"
+        )
+    return None
 
 
 def check_deferred(c: Config, problem: GroupedProblem, refused: str | None) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -29,7 +29,7 @@ from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows, wait_gathered
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups, StaticScheduler
-from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, is_dynamic, panel, storage
+from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, is_dynamic, panel, short, storage
 from mgpu_ops.grouped.problem import GroupedProblem, MixedProblem, dtype_of_rhs
 
 
@@ -39,7 +39,8 @@ class Refs:
 
     lhs2, rhs2: the operands of a second product, or None.
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
-    accumulator: the handle of `engine.Accumulators`. barriers: the pipeline's. bias: [groups, n] float32, or None.
+    accumulator: the handle of `engine.Accumulators`. short_accumulator: that of short tiles, or None.
+    barriers: the pipeline's. bias: [groups, n] float32, or None.
     row_scale: [m + tile_m] float32, or None.
     residual: a `rows_view` of an array like the output, or None; its epilogue tiles are loaded into those of out_smem, and each
       buffer of each consumer has one of the barriers residual_arrived.
@@ -68,6 +69,7 @@ class Refs:
     lhs_scale_smem: Any = None
     rhs_scale_smem: Any = None
     accumulator: Any = None
+    short_accumulator: Any = None
     lhs_smem: Any = None
     rhs_smem: Any = None
     out_smem: Any = None
@@ -104,6 +106,9 @@ class Stages(Protocol):
 
     @property
     def refs(self) -> Refs: ...
+
+    def of_short_tiles(self) -> Stages | None:
+        """Consumer: the stages of a short tile. None: the config has no short tiles."""
 
     def groups(self) -> Groups | OrderedGroups:
         """The groups, in the order in which their tiles are numbered."""
@@ -186,10 +191,9 @@ class Stages(Protocol):
 class Held(NamedTuple):
     """An output tile that was multiplied and not stored yet, of a consumer.
 
-    there: int32, 1 for one and 0 for none. place: int32 numbers that tell where it lies. parts: its epilogue tiles, rounded.
+    place: int32 numbers that tell where it lies. parts: its epilogue tiles, rounded; a short tile has the first ones.
     """
 
-    there: jax.Array
     place: tuple[jax.Array, ...]
     parts: tuple[jax.Array, ...]
 
@@ -276,8 +280,9 @@ def _with_fewest(count: jax.Array, heights: Sequence[int], load: Callable[..., N
 def _compute(kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile, accs: tuple[Any, ...], staging: Any) -> jax.Array:
     """The row where the last group ends. A consumer computes all tiles, and stores each before it multiplies the next."""
 
-    def compute_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
+    def compute_share(tile: GroupTile, before: jax.Array, kernel: Stages, accs: tuple[Any, ...]) -> jax.Array:
         share = kernel.share(tile)
+        _clear(accs)
 
         def multiply_step(i: jax.Array, step: jax.Array) -> jax.Array:
             kernel.begin_step(tile, i, share)
@@ -285,13 +290,28 @@ def _compute(kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile, acc
             pipeline.read(step, lambda stage: kernel.multiply(accs, stage, share))
             return step + 1
 
-        done = lax.fori_loop(0, kernel.steps(tile), multiply_step, done)
+        done = lax.fori_loop(0, kernel.steps(tile), multiply_step, before)
         # The stores leave shared memory while the next tile is multiplied. Meanwhile the producer fills the stages.
         kernel.store(tile, accs, staging, lambda i, compute: pipeline.read(done + i, compute))
-        _clear(accs)
         return done + kernel.further_steps if kernel.further_steps else done
 
+    def compute_tile(tile: GroupTile, done: jax.Array) -> jax.Array:
+        return _as_shared(kernel, tile, accs, functools.partial(compute_share, tile, done))
+
     return for_each_tile(compute_tile, jnp.int32(0))[0]
+
+
+def _as_shared[T](kernel: Stages, tile: GroupTile, accs: tuple[Any, ...], compute: Callable[..., T]) -> T:
+    """compute(kernel, accs) with the stages and the accumulators of the tile's kind."""
+    short = kernel.of_short_tiles()
+    if short is None:
+        return compute(kernel, accs)
+    result: T = lax.cond(
+        _is_short(kernel, tile),
+        lambda: kernel.refs.short_accumulator.scope(lambda *own: compute(short, own)),
+        lambda: compute(kernel, accs),
+    )
+    return result
 
 
 def _compute_deferred(
@@ -305,18 +325,22 @@ def _compute_deferred(
     tiles = epilogue_tiles(kernel.config)
     stores = deferred_stores(tiles, kernel.fewest_steps or tiles)
 
-    def store_some(held: Held, some: range) -> None:
-        @pl.when(held.there > 0)
-        def _() -> None:
-            for i in some:
+    def store_some(held: Held, there: jax.Array, some: range) -> None:
+        """there: how many epilogue tiles are held."""
+
+        def store_parts(numbers: Iterable[int]) -> None:
+            for i in numbers:
                 kernel.store_held(held, i, staging)
 
-    def store_all(held: Held) -> None:
-        for some in stores:
-            store_some(held, some)
+        for numbers in ((i,) for i in some) if kernel.config.short_tiles else (some,):
+            pl.when(there > numbers[0])(functools.partial(store_parts, numbers))
 
-    def compute_tile(tile: GroupTile, state: tuple[jax.Array, Held]) -> tuple[jax.Array, Held]:
-        before, held = state
+    def store_all(held: Held, there: jax.Array) -> None:
+        for some in stores:
+            store_some(held, there, some)
+
+    def compute_share(tile: GroupTile, state: Any, kernel: Stages, accs: tuple[Any, ...]) -> tuple[jax.Array, Held]:
+        before, there, held = state
         share, steps = kernel.share(tile), kernel.steps(tile)
         before = engine.opaque(before)  # the compiler would change loops of a known number of steps
 
@@ -332,21 +356,31 @@ def _compute_deferred(
 
         def store_beside_steps() -> None:
             for i, some in enumerate(stores):
-                multiply(i, functools.partial(store_some, held, some))
+                multiply(i, functools.partial(store_some, held, there, some))
 
         first: Any = len(stores)
         if not kernel.fewest_steps:
             first = jnp.where(steps < len(stores), 0, first)
-            pl.when(steps < len(stores))(lambda: store_all(held))
+            pl.when(steps < len(stores))(lambda: store_all(held, there))
             pl.when(steps >= len(stores))(store_beside_steps)
         else:
             store_beside_steps()
         lax.fori_loop(before + first, before + steps, lambda at, _: step(at - before, None), None)
         return before + steps, kernel.keep(tile, accs)
 
-    end, (_, held) = for_each_tile(compute_tile, (jnp.int32(0), kernel.nothing_held()))
-    store_all(held)
+    def compute_tile(tile: GroupTile, state: Any) -> tuple[jax.Array, jax.Array, Held]:
+        done, held = _as_shared(kernel, tile, accs, functools.partial(compute_share, tile, state))
+        if not kernel.config.short_tiles:
+            return done, jnp.int32(tiles), held
+        return done, jnp.where(_is_short(kernel, tile), epilogue_tiles(short(kernel.config)), tiles), held
+
+    end, (_, there, held) = for_each_tile(compute_tile, (jnp.int32(0), jnp.int32(0), kernel.nothing_held()))
+    store_all(held, there)
     return end
+
+
+def _is_short(kernel: Stages, tile: GroupTile) -> jax.Array:
+    return tile.end - kernel.position(tile)[0] <= ROWS
 
 
 def _clear(accs: tuple[Any, ...]) -> None:
@@ -354,10 +388,10 @@ def _clear(accs: tuple[Any, ...]) -> None:
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
 
-def nothing_held(c: Config, dtype: str, places: int) -> Held:
+def nothing_held(c: Config, dtype: Any, places: int) -> Held:
     """A `Held` of no tile, with so many numbers for its place."""
     nothing = plgpu.layout_cast(jnp.zeros((ROWS, c.epilogue_tile_n), dtype), plgpu.Layout.WGMMA)
-    return Held(jnp.int32(0), (jnp.int32(0),) * places, (nothing,) * epilogue_tiles(c))
+    return Held((jnp.int32(0),) * places, (nothing,) * epilogue_tiles(c))
 
 
 type Finish = Callable[[jax.Array, int], jax.Array]  # of an epilogue tile and its number: what is stored in its place
@@ -376,14 +410,20 @@ def of_units(units: jax.Array, anywhere: bool) -> jax.Array:
     return units * (8 if anywhere else PANEL)
 
 
-def hold(c: Config, values: jax.Array, dtype: Any, place: tuple[Any, ...], finish: Finish | None = None) -> Held:
-    """A `Held` of a consumer's share of an output tile, float32; of each epilogue tile, what `finish` makes of it."""
+def hold(
+    c: Config, shared: Config, values: jax.Array, dtype: Any, place: tuple[Any, ...], finish: Finish | None = None
+) -> Held:
+    """A `Held` of a consumer's share of an output tile, float32; of each epilogue tile, what `finish` makes of it.
+
+    shared: `c`, or of a short tile `config.short(c)`.
+    """
     parts = []
-    for number, (i, j) in enumerate(epilogue_origins(c)):
+    for number, (i, j) in enumerate(epilogue_origins(shared)):
         part = values[i : i + ROWS, j : j + c.epilogue_tile_n]
         part = part if finish is None else finish(part, number)
         parts.append(part.astype(dtype))
-    return Held(jnp.int32(1), tuple(map(jnp.int32, place)), tuple(parts))
+    nothing = nothing_held(c, dtype, 0).parts[len(parts) :]
+    return Held(tuple(map(jnp.int32, place)), (*parts, *nothing))
 
 
 def store_part(c: Config, held: Held, number: int, staging: Any, copy: Copy) -> None:
@@ -397,12 +437,20 @@ def scratch_types(p: MixedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[i
     lhs_row, rhs_row = (engine.operand_transforms(panel(dtype), dtype, 128) for dtype in (p.dtype, dtype_of_rhs(p)))
     out_transforms = engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128)
     return (dynamic_scheduler.scratch_types(c.compute_warpgroups) if is_dynamic(c) else {}) | {
-        "accumulator": engine.Accumulators((warpgroup_tile(c),), c.compute_warpgroups),
+        **accumulators(c, 1),
         "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=lhs_row),
         "rhs_smem": plgpu.SMEM((stages, *rhs), dtype_of_rhs(p), transforms=rhs_row),
         "out_smem": plgpu.SMEM(storage(p, c).out_shape, p.out_dtype, transforms=out_transforms),
         "barriers": Pipeline.barriers(stages, copies=copies, consumers=c.compute_warpgroups),
     }
+
+
+def accumulators(c: Config, count: int) -> dict[str, Any]:
+    """Of `Refs`: so many accumulators of a consumer's share of a tile, and of a short one."""
+    made = {"accumulator": engine.Accumulators((warpgroup_tile(c),) * count, c.compute_warpgroups)}
+    if c.short_tiles:
+        made["short_accumulator"] = engine.Accumulators((warpgroup_tile(short(c)),) * count, c.compute_warpgroups)
+    return made
 
 
 def zeros_to(out: Any, start: Any, end: Any, staging: Any, blocks: int, consumers: int) -> Callable[[], None]:

@@ -30,6 +30,7 @@ def space(problem: GroupedProblem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "epilogue_slots": (1, 2, 4),
         "memory_registers": (40, 56) if getattr(problem, "lhs_rows", 0) else (24, 40),
         "schedule": SCHEDULES,
+        "short_tiles": (False,),
     }
 
 
@@ -43,18 +44,21 @@ def candidates(
     tiles: Sequence[tuple[int, int]] = TILES,
     schedules: Sequence[str] = ("static",),
     row: int = PANEL,
+    short_tiles: str = "",
 ) -> list[Config]:
     """For each tile, tile_k, split between consumers and epilogue: the config with the most stages that is legal.
 
     epilogues: from the columns of a consumer's part of the tile to pairs (epilogue_tile_n, epilogue_slots).
     row: elements of a swizzle row of the operands, the least tile_k.
+    short_tiles: a schedule that is tried with short tiles.
     Strips of 16 tile rows keep a group's operands in L2.
     """
     found = []
     for (tile_m, tile_n), tile_k, wg_dimension in itertools.product(tiles, (row, 2 * row), ("m", "n")):
         warpgroups = 2 if tile_m * tile_n > 64 * 64 else 1
         wg_n = tile_n // warpgroups if wg_dimension == "n" else tile_n
-        for schedule, (epilogue_tile_n, buffers) in itertools.product(schedules, epilogues(wg_n)):
+        kinds = [(schedule, False) for schedule in schedules] + [(short_tiles, True)] * (short_tiles != "")
+        for (schedule, short), (epilogue_tile_n, buffers) in itertools.product(kinds, epilogues(wg_n)):
             if schedule.endswith("deferred") and (tile_m * tile_n, epilogue_tile_n, buffers) != _DEFERRED:
                 continue
             for steps in range(8, 1, -1):
@@ -70,11 +74,17 @@ def candidates(
                     epilogue_slots=buffers,
                     memory_registers=40,
                     schedule=schedule,
+                    short_tiles=short,
                 )
                 if legal(config):
                     found.append(config)
                     break  # more stages are never slower
     return list(dict.fromkeys(found))
+
+
+def short_tiles(p: Any, schedule: str) -> str:
+    """The schedule, where short tiles are worth trying: rows by index and products of 8 bits gained nothing with them."""
+    return "" if p.lhs_rows or itemsize_of(p.dtype) == 1 else schedule
 
 
 def require_rows(p: GroupedProblem) -> None:
@@ -83,12 +93,17 @@ def require_rows(p: GroupedProblem) -> None:
         raise ValueError(f"a dimension of {p} is zero: there is nothing to compute")
 
 
-def row_blocks(spread: str, rows: int, groups: int, size: int) -> float:
-    """How many blocks of `size` rows the groups are cut into, as expected from how their sizes are spread."""
+def row_blocks(spread: str, rows: int, groups: int, size: int, short: bool = False) -> float:
+    """How many blocks of `size` rows the groups are cut into, as expected from how their sizes are spread.
+
+    short: the last one of a group is a short tile where that suffices, and counts as the time that it takes.
+    """
     used = min(rows, max(1, groups // 2) if spread == "sparse" else groups)
     if spread == "even":
-        return used * math.ceil(rows / used / size)
-    return max(used, rows / size + used / 2)  # the last block of a group is half full on average
+        last = math.ceil(rows / used) % size
+        return used * (math.ceil(rows / used / size) - (1 - _SHORT_TILE) * (short and 0 < last <= gemm.ROWS))
+    blocks = max(used, rows / size + used / 2)  # the last block of a group is half full on average
+    return blocks - (1 - _SHORT_TILE) * short * used / 2
 
 
 # Fitted to the recorded sweeps and to 48 drawn problems of an H200 (results/2026-11-22-h200-grouped_matmul-anywhere.jsonl).
@@ -109,6 +124,11 @@ _ACROSS_LINES = 1.38  # times as long take the loads of rows that do not begin a
 # at about one time (results/2026-11-23-h200-ragged_contraction-writes.jsonl).
 _STORED_ACROSS_LINES, _STORED_ACROSS_SECTORS, _STORED_APART, _STORED_TOGETHER = 0.07, 0.50, 0.70, 0.17
 _LINE, _SECTOR = 128, 32  # bytes
+# Of products of 16 bits, fitted to 36 of them (results/2026-11-28-h200-grouped_matmul-short-tiles.jsonl.gz).
+_TWO_STAGES = 1.012  # times as long, where two long steps are all that fits
+_SHORT_TILE = 0.75  # of a tile's time
+_HANDED_OUT = 1e-6  # s of XLA's zero in the counter
+_OUT_OF_STEP = 0.2  # of reads' share of the time: tiles that share weights do not begin together, and some are read twice
 
 
 def stored(columns: int, itemsize: int, c: Config) -> float:
@@ -116,6 +136,20 @@ def stored(columns: int, itemsize: int, c: Config) -> float:
     if columns * itemsize % _SECTOR:
         return 1.0 + _STORED_ACROSS_SECTORS + (_STORED_TOGETHER if is_dynamic(c) else _STORED_APART) * 64 / c.tile_n
     return 1.0 + _STORED_ACROSS_LINES * bool(columns * itemsize % _LINE)
+
+
+def in_steps(c: Config, seconds: float) -> float:
+    """The time of a product of so many seconds by how deep its pipeline is."""
+    return seconds * _TWO_STAGES if c.max_concurrent_steps == 2 else seconds
+
+
+def handed_out(c: Config, seconds: float, read: float, gpu: Gpu) -> float:
+    """The time of a product of so many seconds that reads so many bytes, where its tiles are handed out."""
+    if not is_dynamic(c):
+        return seconds
+    reads = read / (gpu.memory_bytes_per_s * rates.HBM)
+    apart = _OUT_OF_STEP * reads * min(1.0, reads / seconds) if c.short_tiles else 0.0
+    return _HANDED_OUT + seconds + apart
 
 
 def gathered(p: Any, c: Config, seconds: float, moved: int, gpu: Gpu) -> float:

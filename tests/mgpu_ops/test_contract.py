@@ -54,7 +54,10 @@ ADDED_LATER = {
     "flash_attention_backward": {"dq_step": "same", "q_order": "together", "dk_operand": "memory", "group_splits": 1},
     **{key: {"schedule": "cooperative"} for key in ("matmul", "gated_matmul")},
     **{key: {"exchange": "weights"} for key in ("quantized_matmul", "quantized_grouped_matmul")},
-    **{key: {"schedule": "static"} for key in ("grouped_matmul", "gated_grouped_matmul", "ragged_contraction")},
+    **{
+        key: {"schedule": "static", "short_tiles": False}
+        for key in ("grouped_matmul", "gated_grouped_matmul", "ragged_contraction")
+    },
 }
 
 
@@ -214,8 +217,8 @@ UNBOUNDED = {
     ("gated_matmul", 10_007): {"raster_width"},
     ("quantized_matmul", 3): {"max_concurrent_steps"},
     ("quantized_grouped_matmul", 3): {"max_concurrent_steps"},
-    ("grouped_matmul", 3): {"raster_width"},
-    ("gated_grouped_matmul", 3): {"raster_width"},
+    ("grouped_matmul", 3): {"raster_width", "max_concurrent_steps"},
+    ("gated_grouped_matmul", 3): {"raster_width", "max_concurrent_steps"},
     ("ragged_contraction", 3): {"raster_width", "max_concurrent_steps"},
     ("quantize", 0): {"ahead"},
     ("flash_attention", 0): {"kv_splits"},

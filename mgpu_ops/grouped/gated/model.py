@@ -9,10 +9,10 @@ from typing import Any
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import first_of, itemsize_of, require
+from mgpu_ops.core.limits import FLOAT8, first_of, itemsize_of, require
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import Config, panel
-from mgpu_ops.grouped.gated.problem import Problem, bytes_moved, check, of_one, results, supports
+from mgpu_ops.grouped.gated.problem import Problem, bytes_moved, check, of_one, results, supports, whole_tiles_of
 from mgpu_ops.grouped.grouped_matmul import model as grouped
 
 _TILES = ((128, 128), (256, 64), (64, 256), (64, 128), (128, 64), (64, 64))  # of one product; both take twice the registers
@@ -26,6 +26,8 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "tile_n": (64, 128, 256),
         "max_concurrent_steps": (2, 3, 4, 5, 6, 8),
         "epilogue_tile_n": (32, 64, 128),
+        "schedule": ("static", "dynamic"),
+        "short_tiles": (False,) if whole_tiles_of(problem) else (False, True),
     }
 
 
@@ -34,7 +36,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     p, c = problem, config
     common.require_rows(p)
     wide = dataclasses.replace(c, tile_n=2 * c.tile_n, epilogue_slots=2 * c.epilogue_slots)
-    tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
+    tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m, c.short_tiles) * math.ceil(p.n / c.tile_n)
     narrow = gemm.efficiency(c) / gemm.efficiency(wide)
     steps = math.ceil(p.k / c.tile_k)
     written = results(p) * p.m * p.n * itemsize_of(p.out_dtype)
@@ -42,6 +44,9 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     rate = gpu.flops(p.dtype) / gpu.bf16_flops * (_BLOCKS if p.scales == "block" else 1.0)
     seconds = common.cost(p, wide, tiles, steps, (bytes_moved(p) - written, written), rows, gpu, rate=rate) / narrow
     seconds = max(seconds, 1.01 * bytes_moved(p) / gpu.memory_bytes_per_s)
+    if p.dtype not in FLOAT8:
+        seconds = common.in_steps(c, seconds)
+    seconds = common.handed_out(c, seconds, bytes_moved(p) - written, gpu)
     return common.gathered(p, c, seconds, bytes_moved(p), gpu)
 
 
@@ -50,7 +55,11 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     require("gated_grouped_matmul", supports(problem, gpu), problem, gpu)
     row = 128 // itemsize_of(problem.out_dtype)
     legal = common.candidates(
-        lambda wg_n: ((row, 2), (row, 1)), lambda c: check(problem, c, gpu) is None, _TILES, row=panel(problem.dtype)
+        lambda wg_n: ((row, 2), (row, 1)),
+        lambda c: check(problem, c, gpu) is None,
+        _TILES,
+        row=panel(problem.dtype),
+        short_tiles=common.short_tiles(problem, "dynamic"),
     )
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 

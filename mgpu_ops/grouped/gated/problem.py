@@ -19,6 +19,7 @@ from mgpu_ops.grouped.config import (
     Config,
     check_deferred,
     check_gathered,
+    check_short_tiles,
     check_tiles,
     consumer_registers,
     is_dynamic,
@@ -114,10 +115,16 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or grouped.check_windows(of_one(p), c)
         or (check_gathered(c) if p.lhs_rows else None)
         or check_deferred(c, p, "gates")
+        or check_short_tiles(c, whole_tiles_of(p))
         or _check_scales(p, c)
         or gemm.check_accumulator(c, consumer_registers(c, gpu), accumulators_in_all(p, c))
         or limits.check_smem(smem_bytes(p, c), gpu)
     )
+
+
+def whole_tiles_of(p: Problem) -> str | None:
+    """What of a problem keeps its tiles whole, or None."""
+    return "a gradient" if p.gradient else "scales of blocks" if p.scales == "block" else None
 
 
 _MOST_REGISTERS = 128  # of a thread for sums and products with scales of blocks: with 192, all that were compiled spilled

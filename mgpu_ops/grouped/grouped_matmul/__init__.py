@@ -25,7 +25,6 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, result_dtype
-from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.batches import Kind, batchable
 from mgpu_ops.grouped.calls import (
     check_finite_scales,
@@ -40,7 +39,7 @@ from mgpu_ops.grouped.calls import (
     checked_spread,
 )
 from mgpu_ops.grouped.config import Config
-from mgpu_ops.grouped.grouped_matmul.model import candidates, cost, default, distance
+from mgpu_ops.grouped.grouped_matmul.model import candidates, cost, default, distance, space
 from mgpu_ops.grouped.grouped_matmul.problem import (
     SHAPES,
     SUITES,
@@ -499,7 +498,7 @@ SPEC = OpSpec(
     Config=Config,
     shapes=SHAPES,
     suites=SUITES,
-    space=common.space,
+    space=space,
     supports=supports,
     check=check,
     candidates=candidates,

@@ -32,7 +32,7 @@ from mgpu_ops.core.rows import load_gathered, load_rows, row_places, rows_view, 
 from mgpu_ops.core.scaled import Sums, add_scaled
 from mgpu_ops.core.tile_scheduler import Groups, GroupTile
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import Config, defers, panel
+from mgpu_ops.grouped.config import Config, defers, panel, short
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name, residual_barriers
 from mgpu_ops.grouped.kernel import Refs
 
@@ -47,6 +47,15 @@ class GroupedStages:
     config: Config
     blocks: int
     refs: Refs
+    short: bool = False  # whether the stages are those of a short tile
+
+    @property
+    def shared(self) -> Config:
+        """How the consumers share the tile."""
+        return short(self.config) if self.short else self.config
+
+    def of_short_tiles(self) -> GroupedStages | None:
+        return dataclasses.replace(self, short=True) if self.config.short_tiles else None
 
     @property
     def rows(self) -> int:
@@ -187,7 +196,7 @@ class GroupedStages:
 
     def share(self, tile: GroupTile) -> tuple[Any, ...]:
         """The first row and column of this consumer within a block's tile; with scales of blocks, also of its scales."""
-        row, column = tile_scheduler.warpgroup_origin(self.config)
+        row, column = tile_scheduler.warpgroup_origin(self.shared)
         if self.refs.lhs_scale_smem is None:
             return row, column
         first, columns = self.position(tile)
@@ -211,13 +220,13 @@ class GroupedStages:
     def load_first_of_residual(self, tile: GroupTile) -> None:
         """Consumer: starts to load a tile's residual, as many epilogue tiles as there are buffers."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have read the buffers, long ago
-        for number in range(min(self.config.epilogue_slots, epilogue_tiles(self.config))):
+        for number in range(min(self.config.epilogue_slots, epilogue_tiles(self.shared))):
             self.load_residual(tile, number)
 
     def load_residual(self, tile: GroupTile, number: int) -> None:
         """Consumer: starts to load the residual of epilogue tile `number` of its share into the buffer that this has."""
         row, column = self.first(tile)
-        i, j = epilogue_origins(self.config)[number]
+        i, j = epilogue_origins(self.shared)[number]
         buffer, arrived = self.residual_slot(number)
         load_rows(self.refs.residual, row + i, tile.end, column + j, buffer, arrived, self.ends_with_rows)
 
@@ -234,7 +243,7 @@ class GroupedStages:
         """
         slots = self.config.epilogue_slots
         following = number + (slots > 1)
-        if slots <= following < epilogue_tiles(self.config):
+        if slots <= following < epilogue_tiles(self.shared):
             free()
             self.load_residual(tile, following)
         buffer, arrived = self.residual_slot(number)
@@ -243,7 +252,7 @@ class GroupedStages:
 
     def first(self, tile: GroupTile) -> tuple[Any, Any]:
         """The first row and column of this consumer's share of an output tile, in the output."""
-        (row, column), share = self.origin(tile), tile_scheduler.warpgroup_origin(self.config)
+        (row, column), share = self.origin(tile), tile_scheduler.warpgroup_origin(self.shared)
         return row + share[0], column + share[1]
 
     def rhs_buffers(self) -> tuple[Any, ...]:
@@ -261,7 +270,7 @@ class GroupedStages:
         if refs.lhs_scale_smem is not None:
             self.multiply_scaled(accs, stage, share)
             return
-        wg_m, wg_n = warpgroup_tile(c)
+        wg_m, wg_n = warpgroup_tile(self.shared)
         row, column = share
         width = panel(self.problem.dtype)
         # The wgmma of all panels are in flight together; the stage is free when the last has read it.
@@ -307,7 +316,7 @@ class GroupedStages:
         """row_scale * activation(scales * acc + bias) + residual, rounded to out_dtype, of the rows of the group alone."""
         refs = self.refs
         row, column = self.first(tile)
-        origins = epilogue_origins(self.config)
+        origins = epilogue_origins(self.shared)
 
         def copy(staged: Any, i: int, j: int) -> None:
             store_rows(staged, refs.out, row + i, tile.end, column + j, self.ends_with_rows)
@@ -337,16 +346,16 @@ class GroupedStages:
         place = row, kernel.in_units(column, self.ends_with_rows), tile.end
         if self.refs.residual is None:
             finished = self.with_epilogue(accs[0][...], tile.group, row, column)
-            return kernel.hold(self.config, finished, self.refs.out.dtype, place)
+            return kernel.hold(self.config, self.shared, finished, self.refs.out.dtype, place)
         if self.residual_step >= self.fewest_steps:
             self.load_first_of_residual(tile)
 
         def finish(part: jax.Array, number: int) -> jax.Array:
-            i, j = epilogue_origins(self.config)[number]
+            i, j = epilogue_origins(self.shared)[number]
             part = self.with_epilogue(part, tile.group, row + i, column + j)
             return self.add_residual(tile, part, number, engine.warpgroup_barrier)  # buffers are read here, none is stored
 
-        return kernel.hold(self.config, accs[0][...], self.refs.out.dtype, place, finish)
+        return kernel.hold(self.config, self.shared, accs[0][...], self.refs.out.dtype, place, finish)
 
     def store_held(self, held: kernel.Held, number: int, staging: Any) -> None:
         row, units, end = held.place

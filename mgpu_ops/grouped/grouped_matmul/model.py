@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, first_of, itemsize_of, require
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import PANEL, Config, panel
-from mgpu_ops.grouped.grouped_matmul.problem import Problem, bytes_moved, bytes_written, check, supports
+from mgpu_ops.grouped.grouped_matmul.problem import Problem, bytes_moved, bytes_written, check, supports, whole_tiles_of
 
 # Of 8-bit floats: fitted to 18 problems of an H200 (docs/kernels/grouped_matmul.md, "Eight bits").
 _BLOCKS_OF_A_STEP = {1: 0.77, 2: 0.82}  # of the rate is left with scales of blocks, by how many of k a step has,
@@ -19,11 +21,16 @@ _SHORT_STEPS = 1.03  # times as many bytes, so to say, where a step has 128 of k
 _TILES_OF_BLOCKS = (*common.TILES, (128, 192), (256, 64))
 
 
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """`common.space`, with short tiles where they run."""
+    return common.space(problem, gpu) | {"short_tiles": (False,) if whole_tiles_of(problem) else (False, True)}
+
+
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: `common.cost` of the tiles of all groups, the last of each on average half empty."""
     p, c = problem, config
     common.require_rows(p)
-    tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
+    tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m, c.short_tiles) * math.ceil(p.n / c.tile_n)
     rate = gpu.flops(p.dtype) / gpu.bf16_flops
     if p.scales == "block":
         rate *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0)
@@ -32,7 +39,10 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     read = (bytes_moved(p) - written) * (_SHORT_STEPS if p.dtype in FLOAT8 and c.tile_k == BLOCK else 1.0)
     lengths = p.k, p.k if p.layout == "nt" else p.n
     steps = (1 + p.second) * math.ceil(p.k / c.tile_k)
-    return common.gathered(p, c, common.cost(p, c, tiles, steps, (read, written), lengths, gpu, rate), bytes_moved(p), gpu)
+    seconds = common.cost(p, c, tiles, steps, (read, written), lengths, gpu, rate)
+    if p.dtype not in FLOAT8:
+        seconds = common.in_steps(c, seconds)
+    return common.gathered(p, c, common.handed_out(c, seconds, read, gpu), bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -46,6 +56,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
         tiles,
         ("static", "deferred"),
         panel(problem.dtype),
+        common.short_tiles(problem, "dynamic-deferred"),
     )
     if problem.gated_gradient:
         # Its epilogue takes more registers than consumers have with a producer of 40. Gate and up come through the stages: four

@@ -27,7 +27,16 @@ from mgpu_ops.core.limits import (
 )
 from mgpu_ops.grouped import config as blocks
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_deferred, check_gathered, check_last_tile, check_tiles, panel
+from mgpu_ops.grouped.config import (
+    PANEL,
+    Config,
+    check_deferred,
+    check_gathered,
+    check_last_tile,
+    check_short_tiles,
+    check_tiles,
+    panel,
+)
 from mgpu_ops.grouped.problem import DECODING, MODELS, TRAINING, dtype_of_rhs, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -169,10 +178,16 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
         or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype, p.scales)
         or check_windows(p, c)
         or (check_gathered(c) if p.lhs_rows else None)
-        or check_deferred(c, p, "a gated gradient" if p.gated_gradient else "scales of blocks" if p.scales == "block" else None)
+        or check_deferred(c, p, whole_tiles_of(p))
+        or check_short_tiles(c, whole_tiles_of(p))
         or _check_gated_gradient(p, c)
         or check_smem(smem_bytes(p, c), gpu)
     )
+
+
+def whole_tiles_of(p: Problem) -> str | None:
+    """What of a problem takes all registers of a whole tile, or all of its rows in one warpgroup; or None."""
+    return "a gated gradient" if p.gated_gradient else "scales of blocks" if p.scales == "block" else None
 
 
 def smem_bytes(problem: Problem, config: Config) -> int:

@@ -48,6 +48,9 @@ class _Stages:
     def rows(self) -> int:
         return self.problem.m
 
+    def of_short_tiles(self) -> None:
+        """None: rows are what is summed over."""
+
     @property
     def most_tiles(self) -> int:
         return most_tiles(self.problem, self.config)
@@ -180,7 +183,7 @@ class _Stages:
         """What `store` stores; its group, and its first k and first n in units."""
         ends = _ends_with_rows(self.problem, self.config)
         place = map(kernel.in_units, self.own_position(tile), ends)
-        return kernel.hold(self.config, self.sums(accs), self.refs.out.dtype, (tile.group, *place))
+        return kernel.hold(self.config, self.config, self.sums(accs), self.refs.out.dtype, (tile.group, *place))
 
     def store_held(self, held: kernel.Held, number: int, staging: Any) -> None:
         group, *place = held.place

@@ -16,7 +16,7 @@ from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import DTYPES, FLOAT8, check_fields, itemsize_of, supports_dtypes, supports_gpu
 from mgpu_ops.grouped import problem as common
-from mgpu_ops.grouped.config import PANEL, Config, check_deferred, check_last_tile, check_smem, check_tiles
+from mgpu_ops.grouped.config import PANEL, Config, check_deferred, check_last_tile, check_short_tiles, check_smem, check_tiles
 from mgpu_ops.grouped.problem import MODELS, TRAINING, dtype_of_rhs, layer_problem
 from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 
@@ -103,6 +103,7 @@ def check(problem: Problem, config: Config, gpu: Gpu) -> str | None:
     """Why `config` cannot run `problem` on `gpu`, or None. The kernel, the tuner and the tests all ask here."""
     p, c = problem, config
     reason = supports(p, gpu) or check_tiles(c, itemsize_of(p.out_dtype), gpu, p.dtype) or check_deferred(c, p, None)
+    reason = reason or check_short_tiles(c, "a contraction")
     return reason or (_check_transposed(p, c) if p.transposed else _check_windows(p, c)) or check_smem(p, c, gpu)
 
 

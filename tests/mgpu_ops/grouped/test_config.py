@@ -76,6 +76,51 @@ def test_reason_names_the_field_the_value_and_the_rule(config, itemsize, reason)
         raise ValueError(check_tiles(config, itemsize, H200))
 
 
+SHORT = replace(WIDE, max_concurrent_steps=4, schedule="dynamic", short_tiles=True)
+PROBLEM = GroupedMatmulProblem(4096, 2048, 1024, 8)
+
+
+@pytest.mark.parametrize("config", [SHORT, replace(SHORT, schedule="dynamic-deferred", tile_n=128)], ids=str)
+def test_short_tiles_run_where_tiles_are_handed_out_to_two_consumers(config):
+    assert spec_of("grouped_matmul").check(PROBLEM, config, H200) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (PROBLEM, replace(SHORT, schedule="deferred"), "takes tiles handed out, not schedule='deferred'"),
+        (PROBLEM, replace(SHORT, wg_dimension="n"), "two consumers that share tile_m=128 along m, not 2 that share .* along n"),
+        (PROBLEM, replace(SHORT, tile_m=256, tile_n=128), "share tile_m=128 along m, not 2 that share tile_m=256"),
+        (PROBLEM, replace(SHORT, tile_n=64), "epilogue_tile_n=64 must divide the 32 columns that a consumer has"),
+        (PROBLEM, replace(SHORT, tile_n=192), "epilogue_tile_n=64 must divide the 96 columns"),
+        (
+            PROBLEM,
+            replace(SHORT, epilogue_tile_n=256, max_concurrent_steps=3),
+            "epilogue_tile_n=256 must divide the 128 columns",
+        ),
+        (
+            replace(PROBLEM, out_dtype="float32"),
+            replace(SHORT, tile_n=192, epilogue_tile_n=32),
+            "tile_n=192 must be a multiple of 128 with short_tiles=True",
+        ),
+        (
+            replace(PROBLEM, layout="nt", row_scale=True, gated_gradient=True),
+            replace(SHORT, epilogue_slots=1, max_concurrent_steps=3),
+            "short_tiles=True does not run with a gated gradient: use False",
+        ),
+        (
+            RaggedContractionProblem(4096, 2048, 1024, 8),
+            replace(SHORT, epilogue_slots=1),
+            "short_tiles=True does not run with a contraction",
+        ),
+    ],
+)
+def test_the_reason_against_short_tiles_names_the_rule(problem, config, reason):
+    op = "grouped_matmul" if isinstance(problem, GroupedMatmulProblem) else "ragged_contraction"
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(spec_of(op).check(problem, config, H200))
+
+
 @pytest.mark.parametrize("op", ["grouped_matmul", "ragged_contraction"])
 @pytest.mark.parametrize("field", ["m", "n", "k", "groups"])
 def test_a_config_for_twice_as_many_rows_columns_or_groups_is_farther(op, field):

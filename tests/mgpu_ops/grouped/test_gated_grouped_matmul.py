@@ -203,6 +203,16 @@ INTERPRETED: dict[str, tuple[Any, Any, Any]] = {
         replace(TWO, tile_n=128, epilogue_slots=2),
         (ODD, WILD),
     ),
+    "kept, short tiles": (
+        P(150, 200, 136, 4, keep=True),
+        replace(TWO, tile_n=128, schedule="dynamic", short_tiles=True),
+        (ODD, WILD, (1, 129, 0, 20)),
+    ),
+    "short tiles, rows gathered": (
+        P(150, 128, 72, 4, lhs_rows=37),
+        replace(TWO, tile_n=128, epilogue_slots=2, schedule="dynamic", short_tiles=True),
+        (ODD,),
+    ),
     "rows gathered, tails": (P(150, 72, 72, 4, lhs_rows=37), BASE, (ODD, WILD, (0, 0, 0, 0))),
     "rows gathered, kept, shard, steps of 128, more rows than are named": (
         P(150, 64, 128, 3, layout="nt", group_offset=True, keep=True, lhs_rows=200),
@@ -229,6 +239,7 @@ INTERPRETED: dict[str, tuple[Any, Any, Any]] = {
         INTERPRETED,
         [
             "rows shared, gelu, float32 out",
+            "short tiles, rows gathered",
             "gradient, rows shared, two epilogue tiles, one buffer",
             "rows gathered, kept, shard, steps of 128, more rows than are named",
         ],

@@ -56,6 +56,15 @@ def test_random_legal_config_is_right(seed, assert_near):
     assert_right(*draw(seed), seed, assert_near)
 
 
+@pytest.mark.parametrize("kind", [{}, {"keep": True}, {"lhs_rows": 300}], ids=str)
+@pytest.mark.parametrize("n", [136, 712])
+def test_short_tiles_are_right(n, kind, assert_near):
+    problem = P(900, n, 328, 7, **kind)
+    config = replace(ragged.BASE, tile_m=128, tile_n=128, compute_warpgroups=2, schedule="dynamic", short_tiles=True)
+    assert SPEC.check(problem, config, gpu.current()) is None
+    assert_right(problem, config, n, assert_near)
+
+
 @pytest.mark.parametrize("kind", [{}, {"keep": True}, {"gradient": True}, {"gradient": True, "group_offset": True}], ids=str)
 @pytest.mark.parametrize("n", [136, 712])
 def test_wide_tiles_of_rows_that_swizzle_tiles_do_not_divide_are_right(n, kind, assert_near):

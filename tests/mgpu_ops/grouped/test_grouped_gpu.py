@@ -349,6 +349,10 @@ def dynamic(config: Any) -> Any:
     return replace(config, schedule="dynamic")
 
 
+def static(config: Any) -> Any:
+    return replace(config, schedule="static", short_tiles=False)
+
+
 @OPS
 @pytest.mark.parametrize("seed", range(8))
 def test_handed_out_tiles_are_right_and_have_the_bits_of_fixed_ones(spec, seed, assert_grouped):
@@ -358,10 +362,10 @@ def test_handed_out_tiles_are_right_and_have_the_bits_of_fixed_ones(spec, seed, 
     all_sizes = kinds_of_sizes(problem.m, groups)
     assert_right_for(problem, launch(problem, dynamic(config)), all_sizes, assert_grouped, seed)
     lhs, rhs, *bias = jax.device_put(operands(problem, seed))
-    static, handed_out = (jax.jit(launch(problem, c)) for c in (replace(config, schedule="static"), dynamic(config)))
+    fixed, handed_out = (jax.jit(launch(problem, c)) for c in (static(config), dynamic(config)))
     for sizes in all_sizes:
         rows = np.array(sizes, np.int32)
-        np.testing.assert_array_equal(static(lhs, rhs, rows, *bias), handed_out(lhs, rhs, rows, *bias))
+        np.testing.assert_array_equal(fixed(lhs, rhs, rows, *bias), handed_out(lhs, rhs, rows, *bias))
 
 
 @OPS
@@ -373,7 +377,7 @@ def test_handed_out_tiles_give_the_same_bits_each_time(spec, sizes):
     problem, config = spec.Problem(23000, 1544, 1032, 10), dynamic(replace(TWO, tile_n=64))
     lhs, rhs = jax.device_put(operands(problem))
     rows = jnp.array(sizes, jnp.int32)
-    wanted = np.asarray(jax.jit(launch(problem, replace(config, schedule="static")))(lhs, rhs, rows))
+    wanted = np.asarray(jax.jit(launch(problem, static(config)))(lhs, rhs, rows))
     run = jax.jit(launch(problem, config))
     for out in [run(lhs, rhs, rows) for _ in range(20)]:
         np.testing.assert_array_equal(out, wanted)
@@ -406,10 +410,30 @@ def test_tiles_stored_beside_the_next_one_are_right_and_have_the_bits_of_those_s
     all_sizes = kinds_of_sizes(problem.m, groups)
     assert_right_for(problem, launch(problem, config), all_sizes, assert_grouped, seed)
     lhs, rhs, *bias = jax.device_put(operands(problem, seed))
-    at_once, deferred = (jax.jit(launch(problem, c)) for c in (replace(config, schedule="static"), config))
+    at_once, deferred = (jax.jit(launch(problem, c)) for c in (static(config), config))
     for sizes in all_sizes:
         rows = np.array(sizes, np.int32)
         np.testing.assert_array_equal(at_once(lhs, rhs, rows, *bias), deferred(lhs, rhs, rows, *bias))
+
+
+# --- a group's last tile of at most 64 rows
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", "dynamic-deferred"])
+@pytest.mark.parametrize("seed", range(6))
+def test_short_tiles_are_right_and_have_the_bits_of_whole_ones(seed, schedule, assert_grouped):
+    problem, _ = draw(GROUPED, 400 + seed, schedule)
+    problem = replace(problem, n=128 + problem.n, group_offset=seed % 3 == 1)
+    config = replace(TWO, tile_n=(128, 256)[seed % 2 * (problem.n >= 256)], epilogue_slots=1 + seed % 2, schedule=schedule)
+    config = replace(config, epilogue_tile_n=64, short_tiles=True)
+    assert GROUPED.check(problem, config, gpu.current()) is None
+    all_sizes = kinds_of_sizes(problem.m, problem.groups + problem.group_offset)
+    assert_right_for(problem, launch(problem, config), all_sizes, assert_grouped, seed)
+    lhs, rhs, *bias = jax.device_put(operands(problem, seed))
+    whole, short = (jax.jit(launch(problem, c)) for c in (static(config), config))
+    for sizes in all_sizes:
+        rows = np.array(sizes, np.int32)
+        np.testing.assert_array_equal(whole(lhs, rhs, rows, *bias), short(lhs, rhs, rows, *bias))
 
 
 # --- gradients and transforms

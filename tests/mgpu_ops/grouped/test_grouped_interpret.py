@@ -66,6 +66,7 @@ def assert_right(problem: Any, run: Any, sizes: Sequence[int], assert_grouped: A
 TWO = replace(BASE, tile_m=128, compute_warpgroups=2)
 WIDE = replace(TWO, tile_n=128)
 HALVES = replace(BASE, tile_n=128, compute_warpgroups=2, wg_dimension="n")
+SHORT = replace(WIDE, schedule="dynamic", short_tiles=True)
 
 # Sizes are raw values here, for four groups and some 150 rows.
 ODD, ONE_HOT, TILES = (33, 0, 71, 1), (0, 0, 150, 0), (64, 0, 64, 0)
@@ -141,6 +142,17 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
         replace(TWO, tile_k=128, max_concurrent_steps=3),
         ((65, 30, 1, 2),),
     ),
+    # a last tile of at most 64 rows is shared along n
+    "short tiles, two buffers, bias, silu, n ends within a tile": (
+        P(150, 200, 264, 4, bias=True, activation="silu", row_scale=True),
+        replace(SHORT, epilogue_slots=2),
+        (ODD, ONE_HOT, TILES, WILD, (1, 129, 0, 20)),
+    ),
+    "short tiles of a shard, transposed, float32 out": (
+        P(260, 192, 128, 3, "bfloat16", "float32", layout="nt", group_offset=True),
+        replace(SHORT, tile_k=128, epilogue_tile_n=32, max_concurrent_steps=3),
+        ((3, 64, 65, 128),),
+    ),
     "contraction of a shard": (R(150, 72, 72, 3, group_offset=True), BASE, ((33, 1, 0, 71), (140, 3, 9, 9), (0, 0, 0, 0))),
     # contraction: k is the side of tile_m, m the depth
     "contraction, tails": (R(150, 72, 72, 4), BASE, (ODD, ONE_HOT, TILES, WILD, (0, 0, 0, 0))),
@@ -175,6 +187,7 @@ IN_ALL = [  # what others show together or one by one
     "contraction, epilogue tiles of two swizzle rows",
     "strips of three, pipeline of three",
     "contraction, 128 rows a step",
+    "short tiles of a shard, transposed, float32 out",
     "row scale, rows shared",
 ]
 
@@ -317,6 +330,11 @@ def test_tiles_handed_out_in_any_order_give_the_bits_of_fixed_ones(name, assert_
 
 # --- tiles stored while the next one is multiplied
 
+
+def static(config: Any) -> Any:
+    return replace(config, schedule="static", short_tiles=False)
+
+
 DEFERRED = {
     "one step for two epilogue tiles": (P(150, 128, 64, 4), replace(WIDE, compute_warpgroups=1), "deferred"),
     "an epilogue, the last tile ends with the row": (
@@ -329,18 +347,31 @@ DEFERRED = {
         replace(HALVES, tile_m=64),
         "dynamic-deferred",
     ),
+    "short tiles, more stores than steps": (
+        P(150, 256, 128, 4),
+        replace(SHORT, tile_n=256, epilogue_slots=2),
+        "dynamic-deferred",
+    ),
     "a contraction of small and empty groups": (R(150, 136, 136, 5), replace(HALVES, tile_n=256, epilogue_slots=2), "deferred"),
     "a contraction, tiles handed out": (R(150, 136, 200, 4), replace(TWO, epilogue_slots=1), "dynamic-deferred"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", thorough.cases(DEFERRED, ["an epilogue, the last tile ends with the row", "a contraction, tiles handed out"])
+    "name",
+    thorough.cases(
+        DEFERRED,
+        [
+            "an epilogue, the last tile ends with the row",
+            "short tiles, more stores than steps",
+            "a contraction, tiles handed out",
+        ],
+    ),
 )
 def test_tiles_stored_beside_the_next_one_have_the_bits_of_those_stored_at_once(name, assert_grouped):
     problem, config, schedule = DEFERRED[name]
     problem = replace(problem, n=max(problem.n, config.tile_n) if isinstance(problem, R) else problem.n)
-    run, at_once = (compiled(problem, replace(config, schedule=s)) for s in (schedule, "static"))
+    run, at_once = (compiled(problem, c) for c in (replace(config, schedule=schedule), static(config)))
     for sizes in ((33, 0, 65, 1, 20), (0, 150, 0, 0, 0), (-7, 40, 2**31 - 1, 5, 0), (0, 0, 0, 0, 0))[
         : None if thorough.ALL else 2
     ]:

@@ -190,6 +190,12 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
     "columns shared, float16, transposed": (P(150, 192, 136, 4, "float16", "float16", layout="nt"), HALVES, (ODD,)),
     "wide tiles, n ends within one, handed out": (P(150, 200, 72, 4), replace(WIDE, schedule="dynamic"), (ODD, WILD)),
     "shard": (P(150, 72, 72, 3, group_offset=True), TWO, ((33, 1, 0, 71), (150, 7, 7, 7), (-1, 0, 0, 0))),
+    "short tiles, held, the residual behind the stores": (
+        P(150, 256, 264, 4),
+        replace(WIDE, tile_n=256, epilogue_slots=2, schedule="dynamic-deferred", short_tiles=True),
+        (ODD, WILD),
+    ),
+    "short tiles, one buffer": (P(150, 136, 136, 4), replace(WIDE, schedule="dynamic", short_tiles=True), (ODD,)),
     "two products": (P(150, 72, 72, 4, second=True), BASE, (ODD,)),
     "deferred, one buffer, one step": (P(150, 128, 64, 4), replace(WIDE, schedule="deferred"), (ODD, WILD)),
     "deferred, as many steps as stores": (P(150, 128, 128, 4), replace(WIDE, schedule="deferred"), (ODD,)),
@@ -204,7 +210,13 @@ CASES: dict[str, tuple[Any, Any, tuple[Sequence[int], ...]]] = {
         ((33, 1, 0, 71),),
     ),
 }
-IN_ALL = ["three buffers for four", "columns shared, float16, transposed", "two products", "deferred, as many steps as stores"]
+IN_ALL = [
+    "short tiles, one buffer",
+    "three buffers for four",
+    "columns shared, float16, transposed",
+    "two products",
+    "deferred, as many steps as stores",
+]
 
 
 @pytest.mark.parametrize("name", thorough.cases(CASES, IN_ALL))
