@@ -11,6 +11,9 @@ would take 27 ms.
 
 12 more are the products before a model's logits, in decoding (m up to 96) and in training: see `HEADS`.
 
+Of matmul with epilogues, 48 problems: `EPILOGUES` take turns, and so do the layouts nn and nt. m is 16 to 16384, n and k
+256 to 16384 in steps of 8, each log-uniform, with at most `MOST_EPILOGUE_FLOPS` operations; every third is of float16.
+
 Of grouped ops, 48 problems: every third is of ragged_contraction, the others of grouped_matmul with layouts nn and nt in turn.
 Groups are 4 to 256, rows 2 to 4096 for each of them, up to 262144 in all, n and k from 256 to 16384 in steps of 8, each
 log-uniform; the spreads take turns. The bounds on bytes and operations are the same.
@@ -38,7 +41,7 @@ from typing import Any
 from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.grouped.sizes import SPREADS
 from mgpu_ops.registry.spec import Problem
-from mgpu_ops.tuning.suites import ANYWHERE, ANYWHERE_ATTENTION, ANYWHERE_GROUPED, ANYWHERE_LAYERS
+from mgpu_ops.tuning.suites import ANYWHERE, ANYWHERE_ATTENTION, ANYWHERE_EPILOGUES, ANYWHERE_GROUPED, ANYWHERE_LAYERS
 
 SEED = 15
 DRAWN = 84
@@ -54,6 +57,19 @@ MOST_ATTENTION_FLOPS = 8e12
 HEAD_DIMS = ((64, 0), (80, 0), (96, 0), (112, 0), (128, 0), (160, 0), (192, 0), (256, 0), (192, 128))  # the last: values of 128
 KINDS = ("full", "causal", "window", "segments", "lengths", "bias")
 LAYOUTS = ("nn", "nt", "tn", "tt")
+EPILOGUE_SEED = 19
+EPILOGUE_PROBLEMS = 48
+MOST_EPILOGUE_FLOPS = 2e12
+EPILOGUES: tuple[dict[str, Any], ...] = (
+    {"bias": True},
+    {"bias": True, "activation": "gelu"},
+    {"bias": True, "activation": "gelu_erf"},
+    {"activation": "silu"},
+    {"bias": True, "activation": "relu"},
+    {"residual": True},
+    {"bias": True, "residual": True},
+    {"activation": "gelu_erf"},
+)
 RULE = "drawn by scripts/draw_anywhere.py, which states the rule"
 
 # (width, vocabulary), then (m, layout). nt: tied to the embedding, [vocabulary, width]; tn: the gradient of the matrix, whose k
@@ -119,6 +135,26 @@ def drawn(seed: int = SEED, count: int = DRAWN) -> list[MatmulProblem]:
         if spec.bytes(problem) <= MOST_BYTES and spec.flops(problem) <= MOST_FLOPS and problem not in found:
             found.append(problem)
     return found
+
+
+def epilogues() -> list[MatmulProblem]:
+    spec, rng = spec_of("matmul"), random.Random(EPILOGUE_SEED)
+    found: list[MatmulProblem] = []
+    while len(found) < EPILOGUE_PROBLEMS:
+        i = len(found)
+        m = round(_log_uniform(rng, 16, 16384))
+        n, k = (8 * round(_log_uniform(rng, 256, 16384) / 8) for _ in "nk")
+        dtype, layout = ("float16" if i % 3 == 2 else "bfloat16"), ("nn", "nt")[i // len(EPILOGUES) % 2]
+        problem = MatmulProblem(m, n, k, dtype, dtype, layout, **EPILOGUES[i % len(EPILOGUES)])
+        if spec.flops(problem) <= MOST_EPILOGUE_FLOPS and problem not in found:
+            found.append(problem)
+    return found
+
+
+def epilogues_text() -> str:
+    """The file of matmul with epilogues, one problem a line: the fields that are not as by default."""
+    lines = ",\n".join(f"  {json.dumps(_not_default(problem))}" for problem in epilogues())
+    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {EPILOGUE_SEED},\n"problems": [\n{lines}\n]\n}}\n'
 
 
 def heads() -> list[MatmulProblem]:
@@ -264,6 +300,7 @@ def _fields(problem: MatmulProblem) -> dict[str, Any]:
 
 if __name__ == "__main__":
     ANYWHERE.write_text(text())
+    ANYWHERE_EPILOGUES.write_text(epilogues_text())
     ANYWHERE_GROUPED.write_text(grouped_text())
     ANYWHERE_ATTENTION.write_text(attention_text())
     ANYWHERE_LAYERS.write_text(layers_text())

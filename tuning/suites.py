@@ -24,7 +24,8 @@ Llama 3.1's: batch 2, 64 query heads over 8 of keys, head dim 128, full and caus
 models that no other list has (`other_models.py`). As with `anywhere`, no entry of the shipped databases is for one of them.
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
-what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere` of
+what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere-epilogues`
+of matmul: 48 with a bias, an activation or a residual, drawn likewise. `anywhere` of
 grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise; of flash_attention: 64; of rms_norm, rotary,
 embedding, cross_entropy, gated_matmul and quantize: 10 to 25 each, of ten models that no entry is of.
 """
@@ -58,6 +59,7 @@ from mgpu_ops.rotary import Problem as RotaryProblem
 from mgpu_ops.tuning import other_models
 
 ANYWHERE = Path(__file__).with_name("anywhere.json")
+ANYWHERE_EPILOGUES = Path(__file__).with_name("anywhere_epilogues.json")
 ANYWHERE_GROUPED = Path(__file__).with_name("anywhere_grouped.json")
 ANYWHERE_ATTENTION = Path(__file__).with_name("anywhere_attention.json")
 ANYWHERE_LAYERS = Path(__file__).with_name("anywhere_layers.json")
@@ -198,6 +200,12 @@ def _anywhere() -> dict[str, MatmulProblem]:
 
 
 @functools.cache
+def _anywhere_epilogues() -> dict[str, MatmulProblem]:
+    drawn = json.loads(ANYWHERE_EPILOGUES.read_text())["problems"]
+    return {f"anywhere-epilogue-{i}": MatmulProblem(**fields) for i, fields in enumerate(drawn)}
+
+
+@functools.cache
 def _anywhere_of(file: Path, op: str, make: Callable[..., Problem]) -> dict[str, Problem]:
     """An op's problems in a file of several ops."""
     drawn = json.loads(file.read_text())["problems"]
@@ -224,6 +232,7 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "sustained": _sustained,
         "llm-rows": _llm_rows,
         "anywhere": _anywhere,
+        "anywhere-epilogues": _anywhere_epilogues,
         "fp8": functools.partial(_of_8_bits, "tensor"),
         "fp8-row": functools.partial(_of_8_bits, "row"),
         "fp8-block": functools.partial(_of_8_bits, "block"),

@@ -48,6 +48,7 @@ _STORE_ACROSS = {128: 1.0, 64: 1.101, 32: 1.272, 16: 2.06}  # as long take the s
 _FINISH = {"relu": 0.004, "silu": 0.114, "gelu": 0.085, "gelu_erf": 0.083}
 _FINISH_BIAS = 0.022
 _FINISH_RESIDUAL = {"cooperative": 0.1, "ahead": 0.1, "deferred": 0.03, "pingpong": 0.06}
+_RESIDUAL_TWO_STAGES = 1.15  # times as long takes a step, where the residual's buffers leave room for two stages
 _RESIDUAL_IN_TURN = 5.8e-7  # s until an epilogue tile of a residual is loaded, where consumers take turns
 _ZEROS = 2.372  # times as long as to load a row takes TMA to fill one outside the array with zeros
 _MULTICAST = {1: 1.0, 2: 0.715, 4: 0.1456}  # of the time is left to loads of an operand that so many blocks share,
@@ -121,6 +122,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
     loaded = _loaded(p, c) / rates.load_bytes(gpu)
     step = gemm.together(_STEP_NORM, arithmetic, loaded, _shared_memory(p, c) / gpu.clock_hz, latency, crowded)
+    step *= _RESIDUAL_TWO_STAGES if p.residual and c.max_concurrent_steps == 2 else 1.0
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     store *= _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))] * _STORE_NARROW.get(config.epilogue_tile_n, 1.0)
     finish = _finish(p, c, gpu)

@@ -32,6 +32,8 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, random shapes, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
     yield strip("matmul, other models, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-other-models"), "xla")
+    epilogues = problems(results, "h200-matmul-anywhere-epilogues")
+    yield strip("matmul with random epilogues, untuned", "XLA", epilogues, "xla")
     rows = problems(results, "h200-matmul-llm-rows")
     yield strip("matmul, layers of Llama 3, 1 to 16384 rows", "XLA (cuBLAS)", rows, "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")

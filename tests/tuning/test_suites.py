@@ -46,6 +46,24 @@ def test_anywhere_is_96_problems_within_the_stated_rule() -> None:
     assert {p.n for p in heads} == {32000, 128256, 129280, 152064, 256000}
 
 
+def test_anywhere_with_epilogues_is_what_its_script_draws_within_the_stated_rule() -> None:
+    assert suites.ANYWHERE_EPILOGUES.read_text() == draw_anywhere.epilogues_text(), "run `python scripts/draw_anywhere.py`"
+    found = list(suites.problems(MATMUL, "anywhere-epilogues").values())
+    assert len(found) == 48
+    assert {(p.layout, p.bias, p.activation, p.residual) for p in found} == {
+        (layout, kind.get("bias", False), kind.get("activation", "none"), kind.get("residual", False))
+        for layout in ("nn", "nt")
+        for kind in draw_anywhere.EPILOGUES
+    }
+    for p in found:
+        assert MATMUL.supports(p, H200) is None
+        assert MATMUL.flops(p) <= 2e12
+        assert 16 <= p.m <= 16384
+        assert min(p.n, p.k) >= 256
+        assert max(p.n, p.k) <= 16384
+        assert p.n % 8 == p.k % 8 == 0
+
+
 GROUPED = {op: suites.problems(spec_of(op), "anywhere") for op in ("grouped_matmul", "ragged_contraction")}
 
 
