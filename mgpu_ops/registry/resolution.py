@@ -65,7 +65,8 @@ from mgpu_ops.registry.winner import Times, Winner
 if TYPE_CHECKING:
     from mgpu_ops.registry.spec import Baseline, Config, OpSpec, Problem
 
-NEAR_SLACK = 1.02  # a near entry may be modelled this much slower than the default: then it won on every recorded sweep
+# A near entry whose gain over the default is known may be modelled this much slower: then it won on every recorded sweep.
+NEAR_SLACK = 1.02
 NEAR_GAIN = 1.004  # how much faster than the default it must promise to be here: less was a loss on recorded sweeps
 
 
@@ -337,6 +338,8 @@ def _stored(query: _Query) -> Resolution:
         failed += near
         if failed <= 3:  # enough to see why
             query.note(source, f"{stored.path}: {_whose(stored.entry, problem)} passed over: {reason}")
+        if nearest and stored.entry.evidence.default_us is None:  # what the default takes is known by the model alone
+            break
     query.note("near", f"none of {failed} entries for comparable problems can run this one")
     default = Resolution(spec.default(problem, gpu), "default", nearest=nearest[0].entry if nearest else None)
     return _decided(query, default, nearest)
@@ -441,18 +444,19 @@ def _stored_files(gpu: Gpu, op: str) -> Iterator[tuple[str, Gpu, Path]]:
 def _behind(query: _Query, stored: StoredEntry) -> str | None:
     """Why a config that was fast for a near problem is not expected to be fast for this one, or None.
 
-    It must not be modelled behind the default here: half the rows, say, can turn one full wave of tiles into half a wave, which
-    a measurement elsewhere does not show. And the gain over the default that was measured there, times the change of the
-    modelled gain from there to here, must be a gain. The logarithm of the measured gain halves with each unit of distance.
+    It must not be modelled behind the default here, or by `NEAR_SLACK` at most where the default was timed there: half of the
+    rows, say, can turn one full wave of tiles into half a wave, which a measurement elsewhere does not show. And the gain over
+    the default that was measured there, times the change of the modelled gain from there to here, must be a gain. The logarithm
+    of the measured gain halves with each unit of distance.
     """
     spec, problem, gpu, _ = query
     default = spec.default(problem, gpu)
     if stored.config == default:
         return None
     ours, theirs = (spec.cost(problem, c, gpu) for c in (stored.config, default))
-    if ours > NEAR_SLACK * theirs:
-        return f"modelled at {ours * 1e6:.1f} us here, the default at {theirs * 1e6:.1f} us"
     evidence = stored.entry.evidence
+    if ours > (1.0 if evidence.default_us is None else NEAR_SLACK) * theirs:
+        return f"modelled at {ours * 1e6:.1f} us here, the default at {theirs * 1e6:.1f} us"
     if evidence.default_us is None:
         return None
     there, default_there = (spec.cost(stored.problem, c, gpu) for c in (stored.config, spec.default(stored.problem, gpu)))

@@ -680,13 +680,25 @@ def test_a_near_entry_promises_what_it_gained_over_the_default_there_as_the_mode
     assert chosen(10.5).config == Config(4)
     assert chosen(10.0).source == "default"
     assert chosen(10.05).source == "default"  # 1.005x there is 1.0025x here, one unit away
-    assert chosen(None).config == Config(4)
     assert chosen(10.1, slow=(32, 64)).config == Config(4)
     found = chosen(10.1, slow=(64,))
     assert found.source == "default"
     assert any("1.010x as fast as the default there, which promises 0.990x here" in what for _, what in found.tried)
     write(user(), entry(m=32, tile=1, default_us=10.0))
     assert resolve().source == "near"  # the default, measured there as the best
+
+
+def test_a_near_entry_whose_default_was_not_timed_is_used_unless_the_model_puts_it_behind():
+    def chosen(us):
+        """Where tile=4 is modelled at `us`, other configs at 1 us; one that gained much is farther away."""
+        write(user(), entry(m=32, tile=4, default_us=None), entry(m=256, tile=2, default_us=20.0))
+        cost = lambda problem, config, gpu: us * 1e-6 if config.tile == 4 else 1e-6  # noqa: E731
+        return resolution.resolve(dataclasses.replace(SPEC, cost=cost), Problem(64), GPU)
+
+    assert chosen(1.0).config == Config(4)
+    found = chosen(1.01)
+    assert (found.source, found.config) == ("default", Config(1))
+    assert any("modelled at 1.0 us here, the default at 1.0 us" in what for _, what in found.tried)
 
 
 def test_an_entry_of_another_kernel_version_is_passed_over_even_if_its_fields_were_others():
