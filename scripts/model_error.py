@@ -44,6 +44,8 @@ ATTENTION = {
     "long": "2026-11-22-h200-flash_attention-backward-long.jsonl",
 }
 GROUPED = "2026-11-22-h200-grouped_matmul-anywhere.jsonl"
+SHORT_TILES = "2026-11-28-h200-grouped_matmul-short-tiles.jsonl.gz"
+RESIDUALS = "2026-11-29-h200-matmul-residual-drawn.jsonl.gz"
 QUANTIZED_ROWS = "2026-11-22-h200-quantized_matmul-rows.jsonl"
 QUANTIZED = ("2026-11-22-h200-quantized_matmul-w4.csv", "2026-11-22-h200-quantized_matmul-w8.csv")
 H200, H100 = gpu.find("h200"), gpu.find("h100-sxm")
@@ -80,7 +82,9 @@ def measured() -> list[Measured]:
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
+        *_residuals(),
         *_grouped(),
+        *_short_tiles(),
         *_quantized(),
         *_benched("quantized_matmul", "layers of Llama 3", *QUANTIZED),
     ]
@@ -179,6 +183,32 @@ def _grouped() -> Iterator[Measured]:
         spec = SPECS[entry["op"]]
         pairs = [(spec.Config(**config), entry["us"][key]) for key, config in entry["configs"].items()]
         yield Measured(entry["op"], "suite anywhere", spec.Problem(**entry["problem"]), pairs, entry["us"].get("xla"))
+
+
+def _short_tiles() -> Iterator[Measured]:
+    """Grouped products with and without short tiles, with a warm L2: a line for each config of a run. Not what is refused."""
+    found: dict[tuple[str, int, Problem], list[tuple[Config, float]]] = {}
+    for line in _read(RESULTS / SHORT_TILES).splitlines()[1:]:
+        entry = json.loads(line)
+        spec = SPECS[entry["op"]]
+        problem, config = spec.Problem(**entry["problem"]), spec.Config(**entry["config"])
+        if not entry["later"] and spec.check(problem, config, H200) is None:
+            found.setdefault((entry["op"], entry["run"], problem), []).append((config, entry["us"]))
+    for (op, _, problem), pairs in found.items():
+        yield Measured(op, "short tiles, warm", problem, pairs, None)
+
+
+def _residuals() -> Iterator[Measured]:
+    """Drawn products with a residual or another epilogue, with a warm L2: a line for XLA's time, then one for each config."""
+    found: list[tuple[Problem, float, list[tuple[Config, float]]]] = []
+    for line in _read(RESULTS / RESIDUALS).splitlines()[1:]:
+        entry = json.loads(line)
+        if entry["config"] == "xla":
+            found.append((MatmulProblem(**entry["p"]), entry["us"], []))
+        else:
+            found[-1][2].append((MatmulConfig(**entry["config"]), entry["us"]))
+    for problem, xla_us, pairs in found:
+        yield Measured("matmul", "drawn with a residual, warm", problem, pairs, xla_us)
 
 
 def _quantized() -> Iterator[Measured]:
