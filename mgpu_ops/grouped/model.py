@@ -93,17 +93,27 @@ def require_rows(p: GroupedProblem) -> None:
         raise ValueError(f"a dimension of {p} is zero: there is nothing to compute")
 
 
-def row_blocks(spread: str, rows: int, groups: int, size: int, short: bool = False) -> float:
-    """How many blocks of `size` rows the groups are cut into, as expected from how their sizes are spread.
-
-    short: the last one of a group is a short tile where that suffices, and counts as the time that it takes.
-    """
-    used = min(rows, max(1, groups // 2) if spread == "sparse" else groups)
+def row_blocks(spread: str, rows: int, groups: int, size: int) -> float:
+    """How many blocks of `size` rows the groups are cut into, as expected from how their sizes are spread."""
+    used = _used(spread, rows, groups)
     if spread == "even":
-        last = math.ceil(rows / used) % size
-        return used * (math.ceil(rows / used / size) - (1 - _SHORT_TILE) * (short and 0 < last <= gemm.ROWS))
-    blocks = max(used, rows / size + used / 2)  # the last block of a group is half full on average
-    return blocks - (1 - _SHORT_TILE) * short * used / 2
+        return used * math.ceil(rows / used / size)
+    return max(used, rows / size + used / 2)  # the last block of a group is half full on average
+
+
+def _used(spread: str, rows: int, groups: int) -> int:
+    """How many groups have rows."""
+    return min(rows, max(1, groups // 2) if spread == "sparse" else groups)
+
+
+def of_whole_tiles(p: GroupedProblem, c: Config) -> float:
+    """Of the time of as many whole tiles, what a product takes whose groups' last tiles may be short."""
+    if not c.short_tiles:
+        return 1.0
+    used = _used(p.spread, p.m, p.groups)
+    last = math.ceil(p.m / used) % c.tile_m
+    short = used * (0 < last <= gemm.ROWS) if p.spread == "even" else used / 2
+    return 1 - (1 - _SHORT_TILE) * short / row_blocks(p.spread, p.m, p.groups, c.tile_m)
 
 
 # Fitted to the recorded sweeps and to 48 drawn problems of an H200 (results/2026-11-22-h200-grouped_matmul-anywhere.jsonl).
@@ -196,7 +206,7 @@ def cost(
     stores = waves * (store + waiting)
     if defers(c):
         stores = (waves - 1) * (1 - hidden) * (store + waiting) + store + waiting
-    compute = (waves * steps * step + stores) * gemm.raster_factor(c.raster_width, _STRIP)
+    compute = (waves * steps * step + stores) * gemm.raster_factor(c.raster_width, _STRIP) * of_whole_tiles(p, c)
     memory = (moved[0] + across * moved[1]) / (gpu.memory_bytes_per_s * rates.HBM)
     return _LAUNCH + max(compute, memory) + _OVERLAP * min(compute, memory)
 

@@ -36,7 +36,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     p, c = problem, config
     common.require_rows(p)
     wide = dataclasses.replace(c, tile_n=2 * c.tile_n, epilogue_slots=2 * c.epilogue_slots)
-    tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m, c.short_tiles) * math.ceil(p.n / c.tile_n)
+    tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
     narrow = gemm.efficiency(c) / gemm.efficiency(wide)
     steps = math.ceil(p.k / c.tile_k)
     written = results(p) * p.m * p.n * itemsize_of(p.out_dtype)

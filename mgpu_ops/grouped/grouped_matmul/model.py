@@ -30,7 +30,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: `common.cost` of the tiles of all groups, the last of each on average half empty."""
     p, c = problem, config
     common.require_rows(p)
-    tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m, c.short_tiles) * math.ceil(p.n / c.tile_n)
+    tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
     rate = gpu.flops(p.dtype) / gpu.bf16_flops
     if p.scales == "block":
         rate *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0)
