@@ -28,6 +28,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "sustained",
         "llm-rows",
         "anywhere",
+        "anywhere-epilogues",
         "fp8",
         "fp8-row",
         "fp8-block",
