@@ -36,6 +36,7 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
@@ -153,8 +154,7 @@ def epilogues() -> list[MatmulProblem]:
 
 def epilogues_text() -> str:
     """The file of matmul with epilogues, one problem a line: the fields that are not as by default."""
-    lines = ",\n".join(f"  {json.dumps(_not_default(problem))}" for problem in epilogues())
-    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {EPILOGUE_SEED},\n"problems": [\n{lines}\n]\n}}\n'
+    return _file(EPILOGUE_SEED, (_not_default(problem) for problem in epilogues()))
 
 
 def heads() -> list[MatmulProblem]:
@@ -191,8 +191,7 @@ def grouped() -> list[tuple[str, GroupedMatmulProblem | RaggedContractionProblem
 
 def grouped_text() -> str:
     """The file of the grouped ops, one problem a line."""
-    lines = ",\n".join(f"  {json.dumps(_grouped_fields(op, problem))}" for op, problem in grouped())
-    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {GROUPED_SEED},\n"problems": [\n{lines}\n]\n}}\n'
+    return _file(GROUPED_SEED, (_grouped_fields(op, problem) for op, problem in grouped()))
 
 
 def _grouped_fields(op: str, p: GroupedMatmulProblem | RaggedContractionProblem) -> dict[str, Any]:
@@ -240,8 +239,7 @@ def _mask(kind: str, tokens: int, rng: random.Random) -> dict[str, Any]:
 
 def attention_text() -> str:
     """The file of flash_attention, one problem a line: the fields that are not as by default."""
-    lines = ",\n".join(f"  {json.dumps(_not_default(problem))}" for problem in attention())
-    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {ATTENTION_SEED},\n"problems": [\n{lines}\n]\n}}\n'
+    return _file(ATTENTION_SEED, (_not_default(problem) for problem in attention()))
 
 
 def layers() -> list[tuple[str, Problem]]:
@@ -274,13 +272,18 @@ def _of_model(op: str, sizes: tuple[int, ...], tokens: int, dtype: str, kind: di
 
 def layers_text() -> str:
     """The file of a model's other ops, one problem a line: the fields that are not as by default."""
-    lines = ",\n".join(f"  {json.dumps({'op': op} | _not_default(problem))}" for op, problem in layers())
-    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {LAYERS_SEED},\n"problems": [\n{lines}\n]\n}}\n'
+    return _file(LAYERS_SEED, ({"op": op} | _not_default(problem) for op, problem in layers()))
 
 
 def _not_default(problem: Problem) -> dict[str, Any]:
     defaults = {field.name: field.default for field in dataclasses.fields(problem)}
     return {name: x for name, x in vars(problem).items() if x != defaults[name]}
+
+
+def _file(seed: int, problems: Iterable[dict[str, Any]]) -> str:
+    """A file of drawn problems, one a line."""
+    lines = ",\n".join(f"  {json.dumps(fields)}" for fields in problems)
+    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {seed},\n"problems": [\n{lines}\n]\n}}\n'
 
 
 def _log_uniform(rng: random.Random, low: float, high: float) -> float:
@@ -289,8 +292,7 @@ def _log_uniform(rng: random.Random, low: float, high: float) -> float:
 
 def text() -> str:
     """The file, one problem a line."""
-    lines = ",\n".join(f"  {json.dumps(_fields(problem))}" for problem in (*drawn(), *heads()))
-    return f'{{\n"rule": {json.dumps(RULE)},\n"seed": {SEED},\n"problems": [\n{lines}\n]\n}}\n'
+    return _file(SEED, (_fields(problem) for problem in (*drawn(), *heads())))
 
 
 def _fields(problem: MatmulProblem) -> dict[str, Any]:

@@ -194,15 +194,9 @@ def _float32() -> dict[str, MatmulProblem]:
 
 
 @functools.cache
-def _anywhere() -> dict[str, MatmulProblem]:
-    drawn = json.loads(ANYWHERE.read_text())["problems"]
-    return {f"anywhere-{i}": MatmulProblem(**fields) for i, fields in enumerate(drawn)}
-
-
-@functools.cache
-def _anywhere_epilogues() -> dict[str, MatmulProblem]:
-    drawn = json.loads(ANYWHERE_EPILOGUES.read_text())["problems"]
-    return {f"anywhere-epilogue-{i}": MatmulProblem(**fields) for i, fields in enumerate(drawn)}
+def _drawn(file: Path, make: Callable[..., Problem], name: str = "anywhere") -> dict[str, Problem]:
+    """The problems in a file of one op."""
+    return {f"{name}-{i}": make(**fields) for i, fields in enumerate(json.loads(file.read_text())["problems"])}
 
 
 @functools.cache
@@ -211,12 +205,6 @@ def _anywhere_of(file: Path, op: str, make: Callable[..., Problem]) -> dict[str,
     drawn = json.loads(file.read_text())["problems"]
     own = [{name: value for name, value in fields.items() if name != "op"} for fields in drawn if fields["op"] == op]
     return {f"anywhere-{i}": make(**fields) for i, fields in enumerate(own)}
-
-
-@functools.cache
-def _anywhere_attention() -> dict[str, AttentionProblem]:
-    drawn = json.loads(ANYWHERE_ATTENTION.read_text())["problems"]
-    return {f"anywhere-{i}": AttentionProblem(**fields) for i, fields in enumerate(drawn)}
 
 
 def _cudnn_frontend(make: Callable[..., Problem]) -> dict[str, Problem]:
@@ -231,8 +219,8 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
     "matmul": {
         "sustained": _sustained,
         "llm-rows": _llm_rows,
-        "anywhere": _anywhere,
-        "anywhere-epilogues": _anywhere_epilogues,
+        "anywhere": functools.partial(_drawn, ANYWHERE, MatmulProblem),
+        "anywhere-epilogues": functools.partial(_drawn, ANYWHERE_EPILOGUES, MatmulProblem, "anywhere-epilogue"),
         "fp8": functools.partial(_of_8_bits, "tensor"),
         "fp8-row": functools.partial(_of_8_bits, "row"),
         "fp8-block": functools.partial(_of_8_bits, "block"),
@@ -257,7 +245,7 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
     "flash_attention": {
         "cudnn-frontend": functools.partial(_cudnn_frontend, AttentionProblem),
         "other-models": other_models.attention,
-        "anywhere": _anywhere_attention,
+        "anywhere": functools.partial(_drawn, ANYWHERE_ATTENTION, AttentionProblem),
     },
     "flash_attention_backward": {"cudnn-frontend": functools.partial(_cudnn_frontend, BackwardProblem)},
     **{

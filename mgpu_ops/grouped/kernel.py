@@ -303,12 +303,12 @@ def _compute(kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile, acc
 
 def _as_shared[T](kernel: Stages, tile: GroupTile, accs: tuple[Any, ...], compute: Callable[..., T]) -> T:
     """compute(kernel, accs) with the stages and the accumulators of the tile's kind."""
-    short = kernel.of_short_tiles()
-    if short is None:
+    of_short = kernel.of_short_tiles()
+    if of_short is None:
         return compute(kernel, accs)
     result: T = lax.cond(
         _is_short(kernel, tile),
-        lambda: kernel.refs.short_accumulator.scope(lambda *own: compute(short, own)),
+        lambda: kernel.refs.short_accumulator.scope(lambda *own: compute(of_short, own)),
         lambda: compute(kernel, accs),
     )
     return result
@@ -388,10 +388,13 @@ def _clear(accs: tuple[Any, ...]) -> None:
         acc[...] = jnp.zeros(acc.shape, jnp.float32)
 
 
-def nothing_held(c: Config, dtype: Any, places: int) -> Held:
+def nothing_held(c: Config, dtype: str, places: int) -> Held:
     """A `Held` of no tile, with so many numbers for its place."""
-    nothing = plgpu.layout_cast(jnp.zeros((ROWS, c.epilogue_tile_n), dtype), plgpu.Layout.WGMMA)
-    return Held((jnp.int32(0),) * places, (nothing,) * epilogue_tiles(c))
+    return Held((jnp.int32(0),) * places, (_empty_part(c, dtype),) * epilogue_tiles(c))
+
+
+def _empty_part(c: Config, dtype: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros((ROWS, c.epilogue_tile_n), dtype), plgpu.Layout.WGMMA)
 
 
 type Finish = Callable[[jax.Array, int], jax.Array]  # of an epilogue tile and its number: what is stored in its place
@@ -422,8 +425,8 @@ def hold(
         part = values[i : i + ROWS, j : j + c.epilogue_tile_n]
         part = part if finish is None else finish(part, number)
         parts.append(part.astype(dtype))
-    nothing = nothing_held(c, dtype, 0).parts[len(parts) :]
-    return Held(tuple(map(jnp.int32, place)), (*parts, *nothing))
+    parts += [_empty_part(c, dtype) for _ in range(epilogue_tiles(c) - len(parts))]
+    return Held(tuple(map(jnp.int32, place)), tuple(parts))
 
 
 def store_part(c: Config, held: Held, number: int, staging: Any, copy: Copy) -> None:
@@ -437,7 +440,7 @@ def scratch_types(p: MixedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[i
     lhs_row, rhs_row = (engine.operand_transforms(panel(dtype), dtype, 128) for dtype in (p.dtype, dtype_of_rhs(p)))
     out_transforms = engine.operand_transforms(c.epilogue_tile_n, p.out_dtype, 128)
     return (dynamic_scheduler.scratch_types(c.compute_warpgroups) if is_dynamic(c) else {}) | {
-        **accumulators(c, 1),
+        **accumulators(c, lambda shared: (warpgroup_tile(shared),)),
         "lhs_smem": plgpu.SMEM((stages, *lhs), p.dtype, transforms=lhs_row),
         "rhs_smem": plgpu.SMEM((stages, *rhs), dtype_of_rhs(p), transforms=rhs_row),
         "out_smem": plgpu.SMEM(storage(p, c).out_shape, p.out_dtype, transforms=out_transforms),
@@ -445,11 +448,11 @@ def scratch_types(p: MixedProblem, c: Config, lhs: tuple[int, ...], rhs: tuple[i
     }
 
 
-def accumulators(c: Config, count: int) -> dict[str, Any]:
-    """Of `Refs`: so many accumulators of a consumer's share of a tile, and of a short one."""
-    made = {"accumulator": engine.Accumulators((warpgroup_tile(c),) * count, c.compute_warpgroups)}
+def accumulators(c: Config, shapes: Callable[[Config], tuple[tuple[int, int], ...]]) -> dict[str, Any]:
+    """Of `Refs`: a consumer's accumulators, whose shapes follow from how a tile is shared, and those of a short tile."""
+    made = {"accumulator": engine.Accumulators(shapes(c), c.compute_warpgroups)}
     if c.short_tiles:
-        made["short_accumulator"] = engine.Accumulators((warpgroup_tile(short(c)),) * count, c.compute_warpgroups)
+        made["short_accumulator"] = engine.Accumulators(shapes(short(c)), c.compute_warpgroups)
     return made
 
 

@@ -148,12 +148,17 @@ def stored(columns: int, itemsize: int, c: Config) -> float:
     return 1.0 + _STORED_ACROSS_LINES * bool(columns * itemsize % _LINE)
 
 
-def in_steps(c: Config, seconds: float) -> float:
-    """The time of a product of so many seconds by how deep its pipeline is."""
-    return seconds * _TWO_STAGES if c.max_concurrent_steps == 2 else seconds
+def as_run(p: Any, c: Config, seconds: float, read: float, moved: int, gpu: Gpu) -> float:
+    """The time of a product of so many seconds by what `cost` leaves out: few stages, tiles handed out, rows by index.
+
+    read, moved: bytes that are read, and that are read and written.
+    """
+    if itemsize_of(p.dtype) > 1 and c.max_concurrent_steps == 2:
+        seconds *= _TWO_STAGES
+    return _gathered(p, c, _handed_out(c, seconds, read, gpu), moved, gpu)
 
 
-def handed_out(c: Config, seconds: float, read: float, gpu: Gpu) -> float:
+def _handed_out(c: Config, seconds: float, read: float, gpu: Gpu) -> float:
     """The time of a product of so many seconds that reads so many bytes, where its tiles are handed out."""
     if not is_dynamic(c):
         return seconds
@@ -162,7 +167,7 @@ def handed_out(c: Config, seconds: float, read: float, gpu: Gpu) -> float:
     return _HANDED_OUT + seconds + apart
 
 
-def gathered(p: Any, c: Config, seconds: float, moved: int, gpu: Gpu) -> float:
+def _gathered(p: Any, c: Config, seconds: float, moved: int, gpu: Gpu) -> float:
     """The time of a product of so many seconds where its rows come by index: the longer, the fewer stages are on their way.
 
     One that is bound by what it moves takes no longer.

@@ -195,10 +195,7 @@ def _scratch(p: Problem, c: Config) -> dict[str, Any]:
     copies = (1 if p.lhs_rows else panels) + 2 + 3 * (p.scales == "block")
     scratch = kernel.scratch_types(p, c, (panels, c.tile_m, width), tile, copies=copies)
     scratch |= of_blocks(of_one(p), c)
-    if p.scales == "block":
-        scratch["accumulator"] = engine.Accumulators(accumulators(p, c), c.compute_warpgroups)
-    else:
-        scratch |= kernel.accumulators(c, 2)
+    scratch |= kernel.accumulators(c, lambda shared: accumulators(p, shared))
     scratch["up_smem"] = scratch["rhs_smem"]
     if p.scales == "block":
         scratch["up_scale_smem"] = scratch["rhs_scale_smem"]

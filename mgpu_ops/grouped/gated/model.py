@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import FLOAT8, first_of, itemsize_of, require
+from mgpu_ops.core.limits import first_of, itemsize_of, require
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.config import Config, panel
 from mgpu_ops.grouped.gated.problem import Problem, bytes_moved, check, of_one, results, supports, whole_tiles_of
@@ -44,10 +44,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     rate = gpu.flops(p.dtype) / gpu.bf16_flops * (_BLOCKS if p.scales == "block" else 1.0)
     seconds = common.cost(p, wide, tiles, steps, (bytes_moved(p) - written, written), rows, gpu, rate=rate) / narrow
     seconds = max(seconds, 1.01 * bytes_moved(p) / gpu.memory_bytes_per_s)
-    if p.dtype not in FLOAT8:
-        seconds = common.in_steps(c, seconds)
-    seconds = common.handed_out(c, seconds, bytes_moved(p) - written, gpu)
-    return common.gathered(p, c, seconds, bytes_moved(p), gpu)
+    return common.as_run(p, c, seconds, bytes_moved(p) - written, bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:

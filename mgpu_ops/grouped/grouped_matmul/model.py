@@ -40,9 +40,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     lengths = p.k, p.k if p.layout == "nt" else p.n
     steps = (1 + p.second) * math.ceil(p.k / c.tile_k)
     seconds = common.cost(p, c, tiles, steps, (read, written), lengths, gpu, rate)
-    if p.dtype not in FLOAT8:
-        seconds = common.in_steps(c, seconds)
-    return common.gathered(p, c, common.handed_out(c, seconds, read, gpu), bytes_moved(p), gpu)
+    return common.as_run(p, c, seconds, read, bytes_moved(p), gpu)
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -35,6 +36,12 @@ BASE = GroupedMatmulConfig(
     epilogue_slots=1,
     memory_registers=40,
 )
+
+
+def static(config: Any) -> Any:
+    """The config that computes each tile whole and stores it at once, one after the other in a fixed order."""
+    return replace(config, schedule="static", short_tiles=False)
+
 
 ACTIVATIONS = {
     "none": lambda x: x,

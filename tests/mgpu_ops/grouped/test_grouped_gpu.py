@@ -31,7 +31,7 @@ from mgpu_ops import (
 from mgpu_ops.core import gpu
 from mgpu_ops.tuning import measure
 from tests.mgpu_ops.grouped import ragged
-from tests.mgpu_ops.grouped.ragged import BASE
+from tests.mgpu_ops.grouped.ragged import BASE, static
 
 pytestmark = pytest.mark.gpu
 
@@ -349,8 +349,12 @@ def dynamic(config: Any) -> Any:
     return replace(config, schedule="dynamic")
 
 
-def static(config: Any) -> Any:
-    return replace(config, schedule="static", short_tiles=False)
+def assert_same_bits(problem: Any, configs: tuple[Any, Any], all_sizes: Sequence[Sequence[int]], seed: int) -> None:
+    lhs, rhs, *bias = jax.device_put(operands(problem, seed))
+    one, other = (jax.jit(launch(problem, c)) for c in configs)
+    for sizes in all_sizes:
+        rows = np.array(sizes, np.int32)
+        np.testing.assert_array_equal(one(lhs, rhs, rows, *bias), other(lhs, rhs, rows, *bias))
 
 
 @OPS
@@ -361,11 +365,7 @@ def test_handed_out_tiles_are_right_and_have_the_bits_of_fixed_ones(spec, seed, 
     groups = problem.groups + problem.group_offset
     all_sizes = kinds_of_sizes(problem.m, groups)
     assert_right_for(problem, launch(problem, dynamic(config)), all_sizes, assert_grouped, seed)
-    lhs, rhs, *bias = jax.device_put(operands(problem, seed))
-    fixed, handed_out = (jax.jit(launch(problem, c)) for c in (static(config), dynamic(config)))
-    for sizes in all_sizes:
-        rows = np.array(sizes, np.int32)
-        np.testing.assert_array_equal(fixed(lhs, rhs, rows, *bias), handed_out(lhs, rhs, rows, *bias))
+    assert_same_bits(problem, (static(config), dynamic(config)), all_sizes, seed)
 
 
 @OPS
@@ -409,11 +409,7 @@ def test_tiles_stored_beside_the_next_one_are_right_and_have_the_bits_of_those_s
     groups = problem.groups + problem.group_offset
     all_sizes = kinds_of_sizes(problem.m, groups)
     assert_right_for(problem, launch(problem, config), all_sizes, assert_grouped, seed)
-    lhs, rhs, *bias = jax.device_put(operands(problem, seed))
-    at_once, deferred = (jax.jit(launch(problem, c)) for c in (static(config), config))
-    for sizes in all_sizes:
-        rows = np.array(sizes, np.int32)
-        np.testing.assert_array_equal(at_once(lhs, rhs, rows, *bias), deferred(lhs, rhs, rows, *bias))
+    assert_same_bits(problem, (static(config), config), all_sizes, seed)
 
 
 # --- a group's last tile of at most 64 rows
@@ -429,11 +425,7 @@ def test_short_tiles_are_right_and_have_the_bits_of_whole_ones(seed, schedule, a
     assert GROUPED.check(problem, config, gpu.current()) is None
     all_sizes = kinds_of_sizes(problem.m, problem.groups + problem.group_offset)
     assert_right_for(problem, launch(problem, config), all_sizes, assert_grouped, seed)
-    lhs, rhs, *bias = jax.device_put(operands(problem, seed))
-    whole, short = (jax.jit(launch(problem, c)) for c in (static(config), config))
-    for sizes in all_sizes:
-        rows = np.array(sizes, np.int32)
-        np.testing.assert_array_equal(whole(lhs, rhs, rows, *bias), short(lhs, rhs, rows, *bias))
+    assert_same_bits(problem, (static(config), config), all_sizes, seed)
 
 
 # --- gradients and transforms

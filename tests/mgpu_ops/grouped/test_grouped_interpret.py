@@ -28,7 +28,7 @@ from mgpu_ops.core.pipeline import Pipeline
 from tests import thorough
 from tests.arrays import inputs
 from tests.mgpu_ops.grouped import ragged
-from tests.mgpu_ops.grouped.ragged import BASE
+from tests.mgpu_ops.grouped.ragged import BASE, static
 from tests.mgpu_ops.interpreter import FEW_SMS, has_a_race, quiet_interpreter, wait_for_all_stores_only
 
 GROUPED, CONTRACTION = spec_of("grouped_matmul"), spec_of("ragged_contraction")
@@ -329,10 +329,6 @@ def test_tiles_handed_out_in_any_order_give_the_bits_of_fixed_ones(name, assert_
 
 
 # --- tiles stored while the next one is multiplied
-
-
-def static(config: Any) -> Any:
-    return replace(config, schedule="static", short_tiles=False)
 
 
 DEFERRED = {
