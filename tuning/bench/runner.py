@@ -373,6 +373,8 @@ class _Check:
         if not self._grad:
             return arrays
         out = jax.eval_shape(function, *arrays)
+        if not _is_float(out):
+            raise ValueError(f"results in {out.dtype} have no gradient: measure them without --grad")
         return *arrays, self._cotangent(out.shape, out.dtype)
 
 
@@ -381,7 +383,7 @@ def _call(spec: OpSpec) -> Callable[..., Function]:
     return layers.call if spec is layers.SPEC else public.CALLS[spec.name]
 
 
-def _is_float(x: jax.Array) -> bool:
+def _is_float(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -404,7 +406,7 @@ def _with_gradient(function: Function) -> Callable[..., tuple]:
 
 
 def _expected(spec: OpSpec, problem: Problem, operands: tuple, *, grad: bool) -> tuple[jax.Array, ...]:
-    """The results in float32, by the public function through XLA at its highest precision, from the same inputs."""
+    """The results in float32, those of integers as they are, by the public function through XLA at its highest precision, from the same inputs."""
     wide = tuple(x.astype(jnp.float32) if _is_float(x) else x for x in operands)
     function = _call(spec)(_in_float32(problem), "xla")
     if grad:
@@ -416,4 +418,5 @@ def _expected(spec: OpSpec, problem: Problem, operands: tuple, *, grad: bool) ->
 
 def _in_float32(problem: Problem) -> Problem:
     names = {field.name for field in dataclasses.fields(problem)} & {"dtype", "out_dtype"}
-    return dataclasses.replace(problem, **dict.fromkeys(names, "float32"))
+    floats = [name for name in names if jnp.issubdtype(getattr(problem, name), jnp.floating)]
+    return dataclasses.replace(problem, **dict.fromkeys(floats, "float32"))

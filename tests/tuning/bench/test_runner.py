@@ -140,6 +140,17 @@ def test_what_runs_without_pause_has_a_row_with_watts_and_says_once_where_nvml_t
     assert results.failures(found, SPEC, several, grad=False) == []
 
 
+def test_integers_are_compared_with_the_exact_sums() -> None:
+    rows, said = run({"small": MatmulProblem(64, 32, 128, "int8", "int32", layout="nt")})
+    assert [(row.impl, row.error) for row in rows if row.impl != "roofline"] == [("mgpu_ops", 0.0), ("xla", 0.0)], said
+
+
+def test_a_gradient_of_integers_is_refused() -> None:
+    rows, said = run({"small": MatmulProblem(64, 32, 128, "int8", "int32", layout="nt")}, grad=True)
+    assert not rows
+    assert "results in int32 have no gradient: measure them without --grad" in said[-1]
+
+
 def test_a_batch_runs() -> None:
     rows, _ = run({"b": MatmulProblem(16, 32, 64, batch=3)})
     assert rows[0].problem == "16x32x64 bfloat16 nn batch=3"
