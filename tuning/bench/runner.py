@@ -406,7 +406,7 @@ def _with_gradient(function: Function) -> Callable[..., tuple]:
 
 
 def _expected(spec: OpSpec, problem: Problem, operands: tuple, *, grad: bool) -> tuple[jax.Array, ...]:
-    """The results in float32, those of integers as they are, by the public function through XLA at its highest precision, from the same inputs."""
+    """The results in float32 (of integers: as they are), by the public function through XLA at its highest precision."""
     wide = tuple(x.astype(jnp.float32) if _is_float(x) else x for x in operands)
     function = _call(spec)(_in_float32(problem), "xla")
     if grad:
