@@ -80,6 +80,28 @@ class DynamicScheduler:
             self.answers.drain(answers)
         return end, carry
 
+    def for_each(
+        self, count: int, body: Callable[[jax.Array, jax.Array, Any], Any], carry: Any, asks: bool
+    ) -> tuple[jax.Array, Any]:
+        """carry = body(i, tile, carry) for the i-th of this block's tiles, of `count` tiles in all. How many it had; the carry.
+
+        asks: as in `for_each_group_tile`.
+        """
+        scheduler = _Answers(self, asks)
+
+        def step(state: Any) -> Any:
+            tile, carry, turn = state
+            if asks:
+                self.answers.fill(turn, lambda slot, full: self._ask(turn, slot, full))
+            carry = body(turn, tile, carry)
+            return scheduler.following(tile, (carry, turn + 1)), carry, turn + 1
+
+        start = self.first, carry, jnp.int32(0)
+        _, carry, turns = lax.while_loop(lambda state: state[0] < count, step, start)
+        if asks:
+            self.answers.drain(turns)
+        return turns, carry
+
     def _ask(self, turn: jax.Array, slot: jax.Array, full: Any) -> None:
         """Starts a question, whose answer will be in a slot; arrives at `full` when it is there."""
         if interpreting():

@@ -100,10 +100,10 @@ class _Consumer:
         own = self.wg * ROWS
         at = kv.at._replace(token=kv.at.token + own)
         for name, ref, values in (("k", block.dk, dk), ("v", block.dv, dv)):
-            block.store(ref, at, block.smem[name].at[:, pl.ds(own, ROWS), :], values)
+            block.store(ref, at, block.place(name, kv.slot).at[:, pl.ds(own, ROWS), :], values)
         for acc in (self.dk_acc, self.dv_acc):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        block.release_keys()
+        block.release_keys(kv)
         return done + (order.count if isinstance(order, TurnOrder) else order.masked + order.unmasked) * members
 
     def _visit(self, kv: KvBlock, masks: bool, done: jax.Array) -> None:
@@ -125,7 +125,7 @@ class _Consumer:
             last = self._loop(kv, False, 0, last)
         # 3. dq and dk of the last one.
         plgpu.barrier_wait(self.together)
-        self._start_dq_and_dk(last)
+        self._start_dq_and_dk(kv, last)
         self._add_dq(kv, last)  # while dk is computed
         engine.wgmma_wait(0)
         engine.barrier_arrive(block.q_pipeline.empty.at[last.stage])
@@ -179,7 +179,7 @@ class _Consumer:
         # 1. The scores of this q block; then, when both have written dS, dq and dk of the last one.
         self._start_scores(tile)
         plgpu.barrier_wait(self.together)
-        self._start_dq_and_dk(last)
+        self._start_dq_and_dk(kv, last)
         # 2. Scores become weights, while the tensor cores compute dq and dk. The last q block's dq leaves. Where dS takes
         # registers, it has to be first, and dk's product with them done before dP takes others. Elsewhere ptxas puts it first,
         # and starts dP, which gets its registers, beside the exponentials; but it does not move a turn's barriers.
@@ -228,7 +228,7 @@ class _Consumer:
         """Starts S = k q^T."""
         for half in self.halves:
             self.s_accs[half][...] = jnp.zeros(SQUARE, jnp.float32)
-            self._start_product(self.s_accs[half], "k", self._rows("q", tile.stage, half))
+            self._start_product(tile.kv, self.s_accs[half], "k", self._rows("q", tile.stage, half))
 
     def _weights(self, tile: ScoreTile, half: int, in_flight: int) -> jax.Array:
         """The weights of a half of the rows, when all products but the last `in_flight` are done."""
@@ -238,14 +238,14 @@ class _Consumer:
     def _start_dp(self, tile: ScoreTile, half: int) -> None:
         """Starts dP = v dO^T - delta."""
         self.dp_acc[...] = self.block.delta(self._half(tile, half))  # with its sign changed
-        self._start_product(self.dp_acc, "v", self._rows("do", tile.stage, half))
+        self._start_product(tile.kv, self.dp_acc, "v", self._rows("do", tile.stage, half))
 
-    def _start_product(self, acc: Any, name: str, rows: Any) -> None:
+    def _start_product(self, kv: KvBlock, acc: Any, name: str, rows: Any) -> None:
         """Starts acc += own keys or values times rows^T, in as many products as there are panels."""
         own = pl.ds(self.wg * ROWS, ROWS)
         for panel in self.block.panels:
             columns = rows.at[:, pl.ds(panel * PANEL, PANEL)]
-            engine.wgmma(acc, self.block.smem[name].at[panel, own, :], engine.transpose_ref(columns))
+            engine.wgmma(acc, self.block.place(name, kv.slot).at[panel, own, :], engine.transpose_ref(columns))
 
     def _start_dv(self, tile: ScoreTile, half: int, weights: jax.Array) -> None:
         """Starts dv += P dO."""
@@ -272,12 +272,12 @@ class _Consumer:
         engine.barrier_arrive(self.together)
         return ds
 
-    def _start_dq_and_dk(self, last: _Last) -> None:
+    def _start_dq_and_dk(self, kv: KvBlock, last: _Last) -> None:
         """Starts dq = dS^T k, of which each warpgroup computes 64 columns or, where these are all, 64 rows; and dk += dS q."""
         smem = self.block.smem
         self.dq_acc[...] = jnp.zeros(SQUARE, jnp.float32)
         rows, panel = (opaque_zero(), self.wg) if len(self.halves) == 1 else (self.wg, 0)
-        engine.wgmma(self.dq_acc, engine.transpose_ref(smem["ds"].at[rows]), smem["k"].at[panel])
+        engine.wgmma(self.dq_acc, engine.transpose_ref(smem["ds"].at[rows]), self.block.place("k", kv.slot).at[panel])
         for half in self.halves:
             engine.wgmma(self.dk_acc, self._own_ds(half) if last.ds is None else last.ds, self._rows("q", last.stage, half))
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import whole
+from mgpu_ops.attention.heads import backward_dim, whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks, rows_seeing
@@ -25,6 +25,8 @@ from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Po
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, fragments, regions, semaphore, tile_scheduler
+from mgpu_ops.core.dynamic_scheduler import DynamicScheduler
+from mgpu_ops.core.gemm import SLOTS
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.pipeline import Pipeline
@@ -66,10 +68,21 @@ def _steps(p: BackwardProblem, c: BackwardConfig) -> np.ndarray:
 def thread_blocks(p: BackwardProblem, tiles: int, gpu: Gpu) -> int:
     """How many there are for so many tiles of the output: persistent ones, or with lengths or segments as many as tiles.
 
-    Which tiles are short is known on the device only: there the GPU gives each SM the next tile when it is idle.
+    Which tiles are short is known on the device only: there the GPU gives each SM the next tile when it is idle, or persistent
+    blocks take it themselves (`hands_out`).
     """
     each = p.lengths or (p.segments and p.kv_tokens >= _LONG)
     return tiles if each and tiles <= _EVENED_OUT * gpu.sms else min(gpu.sms, tiles)
+
+
+def hands_out(p: BackwardProblem, c: BackwardConfig, blocks: int, gpu: Gpu) -> bool:
+    """Whether kv blocks are handed out to persistent thread blocks as these become free, where the GPU would deal them.
+
+    With lengths alone at head dim 64: with other masks and at 128 there are no registers for it.
+    """
+    lengths_alone = p.lengths and not p.segments and p.left is None and p.right is None
+    measured = lengths_alone and c.dq_step == "next" and backward_dim(p.head_dim, c.dq_step) == ROWS and not in_turns(p, c)
+    return measured and blocks > gpu.sms and not gpu.shares_sms
 
 
 def waves(c: BackwardConfig, blocks: int, sms: int) -> float:
@@ -282,6 +295,7 @@ class Refs(BackwardRefs):
     # int32 for each batch entry, q block and query head: whose turn at dq it is. None: they take no turns.
     turns: Any = None
     numbers: Any = None  # `turn_numbers`
+    counter: Any = None  # int32 [1], where kv blocks are handed out as thread blocks become free: `schedule` is their order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,6 +304,7 @@ class KvBlock:
 
     at: Position
     q_blocks: BlockOrder | TurnOrder
+    slot: Int  # of its keys and values in shared memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,13 +341,17 @@ class ThreadBlock:
     dv: Any
     smem: dict[str, Any]
     q_pipeline: Pipeline  # q blocks, and all that comes with their rows
-    kv_pipeline: Pipeline  # of one stage: the kv block
+    kv_pipeline: Pipeline  # kv blocks
     mask: ScoreMask
+    blocks: int  # thread blocks
     # Barriers, where thread blocks take turns at dq: it is this one's turn, and the consumers have added to dq.
     turn: tuple[Any, Any] | None = None
+    answered: Any = None  # barriers, where kv blocks are handed out
 
     @staticmethod
-    def of(p: BackwardProblem, c: BackwardConfig, refs: Refs, outputs: tuple[Any, ...], scratch: Scratch) -> ThreadBlock:
+    def of(
+        p: BackwardProblem, c: BackwardConfig, refs: Refs, outputs: tuple[Any, ...], scratch: Scratch, blocks: int
+    ) -> ThreadBlock:
         dk, dv, *_ = outputs
         return ThreadBlock(
             p=p,
@@ -343,9 +362,11 @@ class ThreadBlock:
             dv=dv,
             smem=scratch.smem,
             q_pipeline=Pipeline(c.max_concurrent_steps, *scratch.barriers["q"]),
-            kv_pipeline=Pipeline(1, *scratch.barriers["kv"]),
+            kv_pipeline=Pipeline(c.kv_slots, *scratch.barriers["kv"]),
             mask=ScoreMask(scratch.smem["numbers"], keys_first=True),
+            blocks=blocks,
             turn=tuple(scratch.barriers["turn"]) if in_turns(p, c) else None,
+            answered=scratch.barriers.get("answered"),
         )
 
     @property
@@ -358,13 +379,31 @@ class ThreadBlock:
         """How many query heads share a kv head."""
         return self.p.q_heads // self.p.kv_heads
 
-    @property
-    def tiles(self) -> tile_scheduler.AssignedTiles:
-        """The kv blocks of this thread block."""
-        # Opaque: the compiler would compute once what producer and consumers have in common, and spill it for both.
-        return tile_scheduler.AssignedTiles(self.refs.schedule, opaque(lax.axis_index("block")))
+    def _for_each_tile(
+        self, body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], asks: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        """steps = body(i, number of the i-th kv block of this thread block, steps). How many there were, and the steps.
 
-    def kv_block(self, number: jax.Array) -> KvBlock:
+        asks: by the producer, as in `DynamicScheduler`. The number of kv blocks is for it alone.
+        """
+        # Opaque: the compiler would compute once what producer and consumers have in common, and spill it for both.
+        block, none = opaque(lax.axis_index("block")), jnp.int32(0)
+        tiles = tile_scheduler.AssignedTiles(self.refs.schedule, block)
+        if self.refs.counter is None:
+            steps = tiles.for_each(body, none)
+            return tiles.count if asks else none, steps  # the number is read again: no register is free for it
+        table, answers = tiles.table, Pipeline(SLOTS, *self.answered)
+        count = table.shape[0]
+        handed_out = DynamicScheduler(block, self.blocks, self.refs.counter.at[0], self.smem["work_smem"], answers, count)
+        return handed_out.for_each(count, lambda i, tile, steps: body(i, table[tile, 1], steps), none, asks)
+
+    def place(self, name: str, slot: Int) -> Any:
+        """Of the keys "k" or values "v" of a slot, in shared memory."""
+        return self.smem[name] if self.c.kv_slots == 1 else self.smem[name].at[slot]
+
+    def kv_block(self, i: jax.Array, number: jax.Array) -> KvBlock:
+        """The i-th kv block of this thread block, of that number."""
+        slot = 0 if self.c.kv_slots == 1 else lax.rem(i, jnp.int32(self.c.kv_slots))
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
         if in_turns(self.p, self.c):
             blocks = self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)
@@ -375,13 +414,13 @@ class ThreadBlock:
                 # Where keys are padding, all blocks have a mask: as the first ones, so that two loops suffice.
                 whole = jnp.where(blocks.whole_end < blocks.end, blocks.end, blocks.whole)
                 blocks, back = blocks._replace(whole=whole, whole_end=blocks.end), False
-            return KvBlock(at, TurnOrder(blocks, start, front=front, back=back))
+            return KvBlock(at, TurnOrder(blocks, start, front=front, back=back), slot)
         order = BlockOrder.of(self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q))
         if skips_padding(self.p, self.c):
             order = order.none_where(at.token >= self.x.mask_terms(at.batch).kv_end)
         if self.c.q_order == "apart":
             order = dataclasses.replace(order, start=self._start(at, order))
-        return KvBlock(at, order)
+        return KvBlock(at, order, slot)
 
     def _start(self, at: Position, order: BlockOrder) -> Int:
         """Where a kv block starts among the q blocks without a mask, so that those of a head add to different rows of dq."""
@@ -406,24 +445,22 @@ class ThreadBlock:
 
     def producer(self) -> None:
         """Loads each kv block, then its q blocks, each as soon as a stage is empty. Consumers compute meanwhile."""
-        tiles = self.tiles
-        steps = tiles.for_each(self._load_kv_block, jnp.int32(0))
+        count, steps = self._for_each_tile(self._load_kv_block, asks=True)
         # The producer ends when the consumers have declared every stage empty.
         self.q_pipeline.drain(steps)
-        self.kv_pipeline.drain(tiles.count)
+        self.kv_pipeline.drain(count)
 
     def _load_kv_block(self, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
-        kv, x, smem = self.kv_block(number), self.x, self.smem
+        kv, x = self.kv_block(i, number), self.x
 
-        def copy(stage: jax.Array, full: Any) -> None:
-            del stage
+        def copy(slot: jax.Array, full: Any) -> None:
             at = kv.at
             if self.c.group_splits > 1:
                 at = at._replace(head=lax.div(at.head, jnp.int32(self.c.group_splits)))
-            x.load_keys(x.k, at, smem["k"], full, whole(self.p.head_dim))
-            x.load_keys(x.v, at, smem["v"], full, whole(self.p.head_dim))
+            x.load_keys(x.k, at, self.place("k", slot), full, whole(self.p.head_dim))
+            x.load_keys(x.v, at, self.place("v", slot), full, whole(self.p.head_dim))
 
-        # Waits until dk and dv of the last kv block have left: they leave from the place of its keys and values.
+        # Waits until dk and dv of the last kv block there have left: they leave from the place of its keys and values.
         self.kv_pipeline.fill(i, copy)
         if isinstance(kv.q_blocks, TurnOrder):
             return self._load_in_turns(kv, kv.q_blocks, step)
@@ -447,13 +484,12 @@ class ThreadBlock:
         own = engine.warp()
 
         def run() -> None:
-            self.tiles.for_each(functools.partial(self._take_turns, own), jnp.int32(0))
+            self._for_each_tile(functools.partial(self._take_turns, own))
 
         run() if own is None else pl.when(own < self.c.max_concurrent_steps)(run)
 
     def _take_turns(self, own: jax.Array | None, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
-        del i
-        kv, stages = self.kv_block(number), jnp.int32(self.c.max_concurrent_steps)
+        kv, stages = self.kv_block(i, number), jnp.int32(self.c.max_concurrent_steps)
         order = kv.q_blocks
         assert isinstance(order, TurnOrder)
         visits = order.count * self.group
@@ -508,11 +544,11 @@ class ThreadBlock:
         """body(kv block, steps done so far) -> steps done, once the block's keys and values are there; it releases them."""
 
         def step(i: jax.Array, number: jax.Array, done: jax.Array) -> jax.Array:
-            del i
-            plgpu.barrier_wait(self.kv_pipeline.full.at[opaque_zero()])
-            return body(self.kv_block(number), done)
+            kv = self.kv_block(i, number)
+            plgpu.barrier_wait(self.kv_pipeline.full.at[self._barrier(kv)])
+            return body(kv, done)
 
-        self.tiles.for_each(step, jnp.int32(0))
+        self._for_each_tile(step)
         plgpu.wait_smem_to_gmem(0)
 
     def for_each_q_block(self, kv: KvBlock, step: Callable[..., Any], done: jax.Array) -> jax.Array:
@@ -521,10 +557,14 @@ class ThreadBlock:
         assert isinstance(kv.q_blocks, BlockOrder)  # with dq_step="same" there are no turns
         return kv.q_blocks.for_each(functools.partial(step, kv), done, masks=masks, members=self.group)
 
-    def release_keys(self) -> None:
+    def release_keys(self, kv: KvBlock) -> None:
         """Waits until dk and dv have left the place of the keys and values, and declares it empty."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        engine.barrier_arrive(self.kv_pipeline.empty.at[opaque_zero()])
+        engine.barrier_arrive(self.kv_pipeline.empty.at[self._barrier(kv)])
+
+    def _barrier(self, kv: KvBlock) -> Int:
+        """The number of a kv block's barriers."""
+        return opaque_zero() if self.c.kv_slots == 1 else kv.slot
 
     @regions.region("softmax")
     def weights(self, tile: ScoreTile, s: jax.Array, wg: Int) -> tuple[jax.Array, jax.Array | None]:

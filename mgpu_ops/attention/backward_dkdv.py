@@ -29,6 +29,7 @@ from mgpu_ops.attention.backward_block import (
     ThreadBlock,
     all_visited,
     dealt,
+    hands_out,
     in_turns,
     schedule,
     thread_blocks,
@@ -52,7 +53,7 @@ from mgpu_ops.attention.launch import (
     swizzled,
 )
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import dynamic_scheduler, engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 
@@ -95,12 +96,13 @@ def launch(
     def body(refs: Refs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
         if dq_type is not None:
             refs = dataclasses.replace(refs, dq=outputs[2])
-        block = ThreadBlock.of(p, c, refs, outputs, scratch)
+        block = ThreadBlock.of(p, c, refs, outputs, scratch, launched)
         narrow = backward_ahead if c.dq_step == "next" else backward_narrow
         consumers = backward_wide if p.head_dim > 128 else narrow
         helper = block.take_turns if in_turns(p, c) else None
         specialize(block.producer, functools.partial(consumers.consume, block, scratch), CONSUMERS, c, gpu, helper)
 
+    handed_out = hands_out(p, c, blocks, gpu)
     # Blocks that take turns are planned in one round.
     table = schedule(p, c, blocks, gpu.sms, not in_turns(p, c) and comes_in_rounds(gpu, blocks))
     if optional.share_bias and not in_turns(p, c):
@@ -118,12 +120,21 @@ def launch(
         dbias=dbias,
         turns=turns,
         numbers=numbers,
+        counter=jax.new_ref(jnp.zeros(1, jnp.int32)) if handed_out else None,
     )
+    launched = gpu.sms if handed_out else len(table)
     gradient = jax.ShapeDtypeStruct((p.batch, p.kv_tokens, p.kv_heads, p.head_dim), p.dtype)
     out_type = rows_like(gradient), rows_like(gradient), *([] if dq_type is None else [dq_type])
     share = 1.0 if c.mode == "fused" else 4 / 7  # of the products; the others are those of dq
     dk, dv, *outputs = run(
-        body, "mgpu_ops_flash_attention_backward", len(table), _block_spec(p, c, smem), refs, out_type, interpret, share
+        body,
+        "mgpu_ops_flash_attention_backward",
+        launched,
+        _block_spec(p, c, smem, handed_out),
+        refs,
+        out_type,
+        interpret,
+        share,
     )
     if c.mode == "fused":
         dq = (outputs[0] if outputs else engine.frozen(dq, arrays.q, arrays.k)).sum(0)
@@ -147,14 +158,15 @@ def _of_groups(gradient: jax.Array, splits: int) -> jax.Array:
     return of_parts.astype(jnp.float32).sum(3).astype(gradient.dtype)
 
 
-def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, Any]) -> BlockSpec:
+def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, Any], handed_out: bool) -> BlockSpec:
     stages, fused, wide, turns = c.max_concurrent_steps, c.mode == "fused", p.head_dim > 128, in_turns(p, c)
     part, shares = whole(p.head_dim), backward_narrow.shares(p.head_dim) if fused else None
+    slots = (c.kv_slots,) if c.kv_slots > 1 else ()
     smem = {
         "q": in_rows(part, (stages, c.tile_q), p.dtype),
         "do": in_rows(part, (stages, c.tile_q), p.dtype),
-        "k": in_panels(part, (), c.tile_kv, p.dtype) if shares is None else in_rows(part, (c.tile_kv,), p.dtype),
-        "v": in_panels(part, (), c.tile_kv, p.dtype),
+        "k": in_panels(part, slots, c.tile_kv, p.dtype) if shares is None else in_rows(part, (c.tile_kv,), p.dtype),
+        "v": in_panels(part, slots, c.tile_kv, p.dtype),
         "lse": plgpu.SMEM((stages, c.tile_q), jnp.float32),
         "delta": plgpu.SMEM((stages, c.tile_q), jnp.float32),
         "numbers": plgpu.SMEM((CONSUMERS, ROWS), jnp.int32),
@@ -175,6 +187,9 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
         if c.dq_step == "next":
             shape = shape[1:]
         smem["ds"] = swizzled(shape, p.dtype, 128 if wide else part.swizzle)  # as the keys, beside which it is an operand
+    answers = dynamic_scheduler.scratch_types(CONSUMERS) if handed_out else {}
+    if handed_out:
+        smem["work_smem"] = answers.pop("work_smem")
     return BlockSpec(
         consumers=CONSUMERS,
         helpers=turns,
@@ -182,9 +197,10 @@ def _block_spec(p: BackwardProblem, c: BackwardConfig, optional_smem: dict[str, 
         smem=smem,
         barriers={
             "q": Pipeline.barriers(stages, copies=4 + len(optional_smem), consumers=CONSUMERS),
-            "kv": Pipeline.barriers(1, copies=(1 if shares else part.panels) + part.panels, consumers=CONSUMERS),
+            "kv": Pipeline.barriers(c.kv_slots, copies=(1 if shares else part.panels) + part.panels, consumers=CONSUMERS),
             "between": [plgpu.Barrier(num_arrivals=1)] * 2 if wide else [plgpu.Barrier(num_arrivals=CONSUMERS)],
             **({"turn": [plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (1, CONSUMERS)]} if turns else {}),
+            **answers,
         },
     )
 

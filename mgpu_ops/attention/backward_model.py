@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mgpu_ops.attention import reference
+from mgpu_ops.attention.backward_block import hands_out, thread_blocks
 from mgpu_ops.attention.heads import PANEL, backward_dim
 from mgpu_ops.attention.model import (
     SECTION,
@@ -57,6 +58,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "q_order": ("apart", "together") if next_step else ("together",),
         "dk_operand": ("memory", "registers") if 64 < d <= 128 else ("memory",),
         "group_splits": _group_splits(problem, gpu),
+        "kv_slots": (1, 2) if next_step else (1,),
     }
 
 
@@ -73,9 +75,12 @@ def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConf
     Raises ValueError where there is none.
     """
     require("flash_attention_backward", supports_backward(problem, gpu), problem, gpu)
-    choices = backward_space(problem, gpu) | {"section_waves": (SECTION,), "memory_registers": (24,)}
+    choices = backward_space(problem, gpu) | {"section_waves": (SECTION,), "memory_registers": (24,), "kv_slots": (1,)}
     every = [BackwardConfig(**dict(zip(choices, chosen))) for chosen in itertools.product(*choices.values())]
-    every = [dataclasses.replace(c, memory_registers=_backward_producer_registers(problem, c)) for c in every]
+    every = [
+        dataclasses.replace(c, memory_registers=_backward_producer_registers(problem, c), kv_slots=_kv_slots(problem, c))
+        for c in every
+    ]
     if problem.deterministic and (problem.left, problem.right) != (None, None):  # in long sections, fewer wait for their turn
         section = _TURNS_SECTION_OF_SEGMENTS if problem.segments else _TURNS_SECTION
         every = [dataclasses.replace(c, section_waves=section) if c.mode == "fused" else c for c in every]
@@ -92,6 +97,16 @@ def _backward_producer_registers(problem: BackwardProblem, config: BackwardConfi
     anywhere = p.lengths or p.segments or p.q_tokens % config.tile_q != 0 or p.kv_tokens % config.tile_kv != 0
     narrow = d > 128 and d % PANEL != 0
     return 40 if config.mode == "split" and (narrow or anywhere or p.bias == "float32") else 24
+
+
+def _kv_slots(problem: BackwardProblem, config: BackwardConfig) -> int:
+    """Two at head dim 64, but where they were slower (many kv blocks with lengths), or products would wait for registers (query
+    heads that share keys, turns at dq), or where they were not measured (segments)."""
+    p, c = problem, config
+    if c.dq_step != "next" or backward_dim(p.head_dim, c.dq_step) != ROWS or p.deterministic or p.segments:
+        return 1
+    unequal = p.lengths and (p.kv_tokens > 2 * c.tile_kv or p.left is not None or p.right is not None)
+    return 1 if unequal or p.q_heads != p.kv_heads else 2
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
@@ -126,7 +141,9 @@ _REACHED = {  # of the rate of the tensor cores, by mode and head dim
     "split": {64: 0.89, 80: 0.654, 96: 0.864, 112: 0.7, 128: 0.994, 160: 0.785, 192: 0.834, 224: 0.88, 256: 0.956},
 }
 _ROUND = 0.06e-6  # s of a tile of 64 x 128 scores beside its products
-_KEYS_TILE = 2.4e-6  # s of an output tile of dk and dv beside its steps
+_KEYS_TILE = 2.4e-6  # s of an output tile of dk and dv beside its steps,
+# s less with a second kv slot, and where tiles are handed out (results/2026-11-29-h200-flash_attention-backward-slots.jsonl)
+_SECOND_SLOT, _HANDED_OUT = 1.3e-6, 1.1e-6
 _ROWS_TILE = 6.9e-6  # likewise of dq
 _STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those that make delta and convert dq
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
@@ -153,7 +170,10 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     keys = cached_q_blocks(typical, c.tile_kv, c.tile_q) * (group // c.group_splits)
     columns, copied = (5, 10 * queries * d) if c.mode == "fused" else (4, 0)  # dq: zeros, float32 read, 16 bits written
     step = _gradient_step(p, c, columns * d, 2 * c.tile_q * d * size + (4 * c.tile_q * d if c.mode == "fused" else 0), gpu)
-    work = shared_out(keys * step + _KEYS_TILE, entries * p.kv_heads * c.group_splits, gpu)
+    tile = _KEYS_TILE - _SECOND_SLOT * (c.kv_slots > 1)
+    kv_blocks = p.batch * p.kv_heads * c.group_splits * math.ceil(p.kv_tokens / c.tile_kv)
+    tile -= _HANDED_OUT * hands_out(p, c, thread_blocks(p, kv_blocks, gpu), gpu)
+    work = shared_out(keys * step + tile, entries * p.kv_heads * c.group_splits, gpu)
     if c.mode == "split":
         rows = cached_kv_blocks(typical, 2 * ROWS, ROWS)  # whatever the tiles of the dk/dv kernel
         step = _gradient_step(p, dataclasses.replace(c, tile_q=2 * ROWS, tile_kv=ROWS), 3 * d, 2 * ROWS * d * size, gpu)

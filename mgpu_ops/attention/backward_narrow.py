@@ -88,7 +88,7 @@ class _Consumer:
             block.store(ref, at, place, values)
         for acc in (self.dk_acc, self.dv_acc):
             acc[...] = jnp.zeros(acc.shape, jnp.float32)
-        block.release_keys()
+        block.release_keys(kv)
         return done
 
     def _q_block(self, kv: KvBlock, member: jax.Array, q_block: jax.Array, step: jax.Array, masked: bool) -> jax.Array:

@@ -169,6 +169,8 @@ class BackwardConfig:
     dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".
     group_splits: into how many parts the query heads of a head of keys are shared out in the dk/dv kernel; what each adds to dk
       and dv, in the inputs' dtype, is added up afterwards.
+    kv_slots: with dq_step "next", for how many kv blocks there is shared memory: with 2, the next one's keys and values load
+      while this one's gradients leave.
     """
 
     mode: str
@@ -181,6 +183,7 @@ class BackwardConfig:
     q_order: str = "together"
     dk_operand: str = "memory"
     group_splits: int = 1
+    kv_slots: int = 1
 
 
 def backward_spills_outside_loops(config: BackwardConfig) -> int:
@@ -552,13 +555,15 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
     if c.dq_step == "same":
         if (c.q_order, c.dk_operand) != ("together", "memory"):
             return f"q_order={c.q_order!r} and dk_operand={c.dk_operand!r} are for dq_step='next': use 'together' and 'memory'"
-        return None
+        return None if c.kv_slots == 1 else f"kv_slots={c.kv_slots} is for dq_step='next': use 1"
     if c.mode != "fused":
         return f"dq_step='next' is for mode='fused', not {c.mode!r}: use 'same'"
     if c.dk_operand == "registers" and backward_dim(p.head_dim, "next") == 64:
         return "dk_operand='registers' is for head_dim=128: dS of 128 rows takes too many, use 'memory'"
     if p.bias != "none" or p.soft_cap:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
+    if c.kv_slots not in (1, 2):
+        return f"kv_slots={c.kv_slots} must be 1 or 2"
     if c.max_concurrent_steps < 2:
         return "dq_step='next' reads two q blocks at a time: use max_concurrent_steps=2 or more"
     return None
@@ -617,11 +622,16 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
     ds = (ROWS, ROWS) if wide else (1 if c.dq_step == "next" else 2, c.tile_q, c.tile_kv)
     buffers += [(ds, 2)] if fused or p.bias_grad else []
     buffers += [((2, 4), 4)] if c.dq_step == "next" else []  # here
-    buffers += [((c.tile_kv, d), 2), stats, ((2, ROWS), 4), ((steps, c.tile_q, d), 2)]  # keys, lse, numbers, queries
+    buffers += [
+        ((c.kv_slots, c.tile_kv, d), 2),
+        stats,
+        ((2, ROWS), 4),
+        ((steps, c.tile_q, d), 2),
+    ]  # keys, lse, numbers, queries
     buffers += [((steps, c.tile_q), 4)] if p.segments else []
     buffers += [((steps,), 4)] if turns else []
-    buffers += [((c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
-    return limits.block_bytes(buffers, barriers=(4 if turns else 2) * steps + 2 + (2 if wide else 1))
+    buffers += [((c.kv_slots, c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
+    return limits.block_bytes(buffers, barriers=(4 if turns else 2) * steps + 2 * c.kv_slots + (2 if wide else 1))
 
 
 def dq_smem_bytes(problem: BackwardProblem) -> int:

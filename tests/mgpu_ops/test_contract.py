@@ -51,7 +51,13 @@ def test_problem_and_config_are_frozen_and_hold_what_json_holds(spec):
 
 ADDED_LATER = {
     "flash_attention": {"kv_splits": 0, "kv_cluster": 1, "turns": "none", "rescale": "always"},
-    "flash_attention_backward": {"dq_step": "same", "q_order": "together", "dk_operand": "memory", "group_splits": 1},
+    "flash_attention_backward": {
+        "dq_step": "same",
+        "q_order": "together",
+        "dk_operand": "memory",
+        "group_splits": 1,
+        "kv_slots": 1,
+    },
     **{key: {"schedule": "cooperative"} for key in ("matmul", "gated_matmul")},
     **{key: {"exchange": "weights"} for key in ("quantized_matmul", "quantized_grouped_matmul")},
     **{

@@ -420,6 +420,15 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(1, 200, 520, 1, 1, 64, "float16", segments=True),
         replace(AHEAD_64, q_order="apart", max_concurrent_steps=2),
     ),
+    "dq a step later, head_dim of 64, causal, two places for kv blocks": (
+        B(1, 200, 520, 2, 2, 64, causal=True),
+        replace(AHEAD_64, kv_slots=2),
+    ),
+    "dq a step later, lengths, kv blocks handed out": (B(2, 200, 330, 2, 2, 64, lengths=True), AHEAD_64),
+    "dq a step later, lengths, kv blocks handed out, two places for them": (
+        B(3, 200, 200, 2, 2, 64, lengths=True),
+        replace(AHEAD_64, kv_slots=2, max_concurrent_steps=2),
+    ),
     # dq added in turns
     "in turns, causal, fewer rows, grouped heads": (
         B(1, 200, 330, 2, 1, 128, causal=True, deterministic=True),
@@ -495,6 +504,8 @@ BACKWARD_IN_ALL = [  # what others show together or one by one
     "head_dim of 160, window",
     "values of 40 beside keys of 90, both padded",
     "head_dim of 96, odd heads, causal",  # a group in two parts
+    "dq a step later, head_dim of 64, causal, two places for kv blocks",
+    "dq a step later, lengths, kv blocks handed out, two places for them",
     "dq a step later, head_dim of 64, lengths, window",  # in turns, lengths; in turns, window
     "in turns, segments, causal, fewer keys",  # in turns, causal; dq a step later, segments
 ]
