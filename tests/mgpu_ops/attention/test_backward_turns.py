@@ -65,7 +65,7 @@ class Known(NamedTuple):
 def known(p: Any, c: Any, inputs: Inputs, blocks: int, sms: int) -> Known:
     block, count, q_blocks = thread_block(p, c, inputs, blocks, sms), -(-p.kv_tokens // c.tile_kv), -(-p.q_tokens // c.tile_q)
     heads, group = p.batch * p.kv_heads, p.q_heads // p.kv_heads
-    kv = block.kv_block(jnp.arange(heads)[:, None] * count + jnp.arange(count))
+    kv = block.kv_block(jnp.int32(0), jnp.arange(heads)[:, None] * count + jnp.arange(count))
     steps, every = jnp.arange(q_blocks * group)[:, None, None], jnp.arange(q_blocks)[:, None, None]
     visits = jnp.stack([x + jnp.zeros((len(steps), heads, count), int) for x in kv.q_blocks.visit(steps, group)], -1)
     return Known(
