@@ -17,12 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import backward_dim, whole
+from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks, rows_seeing
 from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle, may_hand_out
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, fragments, regions, semaphore, tile_scheduler
 from mgpu_ops.core.dynamic_scheduler import DynamicScheduler
@@ -76,13 +76,8 @@ def thread_blocks(p: BackwardProblem, tiles: int, gpu: Gpu) -> int:
 
 
 def hands_out(p: BackwardProblem, c: BackwardConfig, blocks: int, gpu: Gpu) -> bool:
-    """Whether kv blocks are handed out to persistent thread blocks as these become free, where the GPU would deal them.
-
-    With lengths alone at head dim 64: with other masks and at 128 there are no registers for it.
-    """
-    lengths_alone = p.lengths and not p.segments and p.left is None and p.right is None
-    measured = lengths_alone and c.dq_step == "next" and backward_dim(p.head_dim, c.dq_step) == ROWS and not in_turns(p, c)
-    return measured and blocks > gpu.sms and not gpu.shares_sms
+    """Whether kv blocks are handed out to persistent thread blocks as these become free, where the GPU would deal them."""
+    return may_hand_out(p, c) and blocks > gpu.sms and not gpu.shares_sms
 
 
 def waves(c: BackwardConfig, blocks: int, sms: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mgpu_ops import kv_cache
 from mgpu_ops.attention.heads import HEAD_DIMS, PANEL, backward_dim, rounded, rounded_values
-from mgpu_ops.core import limits
+from mgpu_ops.core import gemm, limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_dtypes, supports_sizes
 
@@ -544,6 +544,15 @@ def in_a_circle(p: BackwardProblem) -> bool:
     return p.left is None and p.right is None and not p.lengths and not p.segments and backward_dim(p.head_dim, "next") == 128
 
 
+def may_hand_out(p: BackwardProblem, c: BackwardConfig) -> bool:
+    """Whether kv blocks may be handed out to thread blocks as these become free.
+
+    With lengths alone at head dim 64: with other masks and at 128 there are no registers for it.
+    """
+    lengths_alone = p.lengths and not p.segments and p.left is None and p.right is None
+    return lengths_alone and c.dq_step == "next" and backward_dim(p.head_dim, c.dq_step) == ROWS and not p.deterministic
+
+
 def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
     """Why the dk/dv kernel cannot compute dq in the step that `c.dq_step` says, or None."""
     if c.dq_step not in ("same", "next"):
@@ -631,7 +640,10 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
     buffers += [((steps, c.tile_q), 4)] if p.segments else []
     buffers += [((steps,), 4)] if turns else []
     buffers += [((c.kv_slots, c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
-    return limits.block_bytes(buffers, barriers=(4 if turns else 2) * steps + 2 * c.kv_slots + (2 if wide else 1))
+    barriers = (4 if turns else 2) * steps + 2 * c.kv_slots + (2 if wide else 1)
+    if may_hand_out(p, c):  # the numbers of kv blocks, and the barriers of their pipeline
+        buffers, barriers = [*buffers, ((gemm.SLOTS,), 4)], barriers + 2 * gemm.SLOTS
+    return limits.block_bytes(buffers, barriers=barriers)
 
 
 def dq_smem_bytes(problem: BackwardProblem) -> int:
