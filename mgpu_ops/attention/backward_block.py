@@ -396,9 +396,13 @@ class ThreadBlock:
         """Of the keys "k" or values "v" of a slot, in shared memory."""
         return self.smem[name] if self.c.kv_slots == 1 else self.smem[name].at[slot]
 
+    def _slot(self, i: jax.Array) -> Int:
+        """Of the i-th kv block of this thread block."""
+        return 0 if self.c.kv_slots == 1 else lax.rem(i, jnp.int32(self.c.kv_slots))
+
     def kv_block(self, i: jax.Array, number: jax.Array) -> KvBlock:
         """The i-th kv block of this thread block, of that number."""
-        slot = 0 if self.c.kv_slots == 1 else lax.rem(i, jnp.int32(self.c.kv_slots))
+        slot = self._slot(i)
         at = Position.of(number, self.p.kv_tokens, self.p.kv_heads, self.c.tile_kv)
         if in_turns(self.p, self.c):
             blocks = self.x.q_range(at.batch, at.token, self.c.tile_kv, self.c.tile_q)
@@ -539,9 +543,8 @@ class ThreadBlock:
         """body(kv block, steps done so far) -> steps done, once the block's keys and values are there; it releases them."""
 
         def step(i: jax.Array, number: jax.Array, done: jax.Array) -> jax.Array:
-            kv = self.kv_block(i, number)
-            plgpu.barrier_wait(self.kv_pipeline.full.at[self._barrier(kv)])
-            return body(kv, done)
+            plgpu.barrier_wait(self.kv_pipeline.full.at[self._barrier(self._slot(i))])
+            return body(self.kv_block(i, number), done)
 
         self._for_each_tile(step)
         plgpu.wait_smem_to_gmem(0)
@@ -555,11 +558,11 @@ class ThreadBlock:
     def release_keys(self, kv: KvBlock) -> None:
         """Waits until dk and dv have left the place of the keys and values, and declares it empty."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        engine.barrier_arrive(self.kv_pipeline.empty.at[self._barrier(kv)])
+        engine.barrier_arrive(self.kv_pipeline.empty.at[self._barrier(kv.slot)])
 
-    def _barrier(self, kv: KvBlock) -> Int:
-        """The number of a kv block's barriers."""
-        return opaque_zero() if self.c.kv_slots == 1 else kv.slot
+    def _barrier(self, slot: Int) -> Int:
+        """The number of a slot's barriers."""
+        return opaque_zero() if self.c.kv_slots == 1 else slot
 
     @regions.region("softmax")
     def weights(self, tile: ScoreTile, s: jax.Array, wg: Int) -> tuple[jax.Array, jax.Array | None]:

@@ -49,7 +49,7 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "backward, fused": (
         "flash_attention_backward",
         "mha64-4096",
-        {"mode": "fused", "max_concurrent_steps": 2, "dq_step": "same", "q_order": "together"},
+        {"mode": "fused", "max_concurrent_steps": 2, "dq_step": "same", "q_order": "together", "kv_slots": 1},
     ),
     "backward, dq in the next step, halves of rows": ("flash_attention_backward", "mha64-4096", {"dq_step": "next"}),
     "backward, dq in the next step": ("flash_attention_backward", "mha128-4096", {"mode": "fused", "dq_step": "next"}),
@@ -66,7 +66,7 @@ KERNELS = {  # op, name of the shape, changes to the default config; which betwe
     "backward, split": (
         "flash_attention_backward",
         "mha64-4096",
-        {"mode": "split", "dq_step": "same", "q_order": "together"},
+        {"mode": "split", "dq_step": "same", "q_order": "together", "kv_slots": 1},
     ),
     "backward, narrow": ("flash_attention_backward", "phi3-mini-4096-causal", {}),
     "backward, narrow, split": ("flash_attention_backward", "phi3-mini-4096-causal", {"mode": "split"}),
