@@ -631,15 +631,11 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
     ds = (ROWS, ROWS) if wide else (1 if c.dq_step == "next" else 2, c.tile_q, c.tile_kv)
     buffers += [(ds, 2)] if fused or p.bias_grad else []
     buffers += [((2, 4), 4)] if c.dq_step == "next" else []  # here
-    buffers += [
-        ((c.kv_slots, c.tile_kv, d), 2),
-        stats,
-        ((2, ROWS), 4),
-        ((steps, c.tile_q, d), 2),
-    ]  # keys, lse, numbers, queries
+    kv_blocks = (c.kv_slots, c.tile_kv, d), 2
+    buffers += [kv_blocks, stats, ((2, ROWS), 4), ((steps, c.tile_q, d), 2)]  # keys, lse, numbers, queries
     buffers += [((steps, c.tile_q), 4)] if p.segments else []
     buffers += [((steps,), 4)] if turns else []
-    buffers += [((c.kv_slots, c.tile_kv, d), 2)] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
+    buffers += [kv_blocks] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
     barriers = (4 if turns else 2) * steps + 2 * c.kv_slots + (2 if wide else 1)
     if may_hand_out(p, c):  # the numbers of kv blocks, and the barriers of their pipeline
         buffers, barriers = [*buffers, ((gemm.SLOTS,), 4)], barriers + 2 * gemm.SLOTS
