@@ -22,12 +22,11 @@ from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks, rows_seeing
 from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle, may_hand_out
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, fragments, regions, semaphore, tile_scheduler
 from mgpu_ops.core.dynamic_scheduler import DynamicScheduler
 from mgpu_ops.core.gemm import SLOTS
-from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows
@@ -35,8 +34,6 @@ from mgpu_ops.core.tile_scheduler import Int
 
 CONSUMERS = 2
 SQUARE = (ROWS, ROWS)
-_LONG = 1024  # keys: with segments, beginnings and ends of shorter tiles weigh
-_EVENED_OUT = 128  # tiles of an SM with lengths or segments: where there are more, short ones lie on all SMs
 TILE_COST = 4  # what a kv block takes beside its q blocks, in tiles of 64 rows
 # As turns are planned: the time of a step, and how much later the next kv block adds to the same rows. Longer than it takes
 # (2.3 us, or 1.1 steps) they were slower.
@@ -63,21 +60,6 @@ def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int, in_ro
 def _steps(p: BackwardProblem, c: BackwardConfig) -> np.ndarray:
     """How many steps each kv block of a head takes, lengths and segments apart."""
     return q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads)
-
-
-def thread_blocks(p: BackwardProblem, tiles: int, gpu: Gpu) -> int:
-    """How many there are for so many tiles of the output: persistent ones, or with lengths or segments as many as tiles.
-
-    Which tiles are short is known on the device only: there the GPU gives each SM the next tile when it is idle, or persistent
-    blocks take it themselves (`hands_out`).
-    """
-    each = p.lengths or (p.segments and p.kv_tokens >= _LONG)
-    return tiles if each and tiles <= _EVENED_OUT * gpu.sms else min(gpu.sms, tiles)
-
-
-def hands_out(p: BackwardProblem, c: BackwardConfig, blocks: int, gpu: Gpu) -> bool:
-    """Whether kv blocks are handed out to persistent thread blocks as these become free, where the GPU would deal them."""
-    return may_hand_out(p, c) and blocks > gpu.sms and not gpu.shares_sms
 
 
 def waves(c: BackwardConfig, blocks: int, sms: int) -> float:

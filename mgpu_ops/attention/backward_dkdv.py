@@ -29,10 +29,8 @@ from mgpu_ops.attention.backward_block import (
     ThreadBlock,
     all_visited,
     dealt,
-    hands_out,
     in_turns,
     schedule,
-    thread_blocks,
     turn_numbers,
 )
 from mgpu_ops.attention.heads import PANEL, whole
@@ -52,7 +50,7 @@ from mgpu_ops.attention.launch import (
     specialize,
     swizzled,
 )
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, backward_blocks, hands_out
 from mgpu_ops.core import dynamic_scheduler, engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
@@ -69,7 +67,7 @@ def launch(
     optional, smem = optional_refs(arrays.inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
     lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(arrays.delta, c.tile_q)
     tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
-    blocks = thread_blocks(p, p.batch * p.kv_heads * tiles, gpu)
+    blocks = backward_blocks(p, p.batch * p.kv_heads * tiles, gpu)
     if in_turns(p, c) and not dealt(p):  # all of them have to be on the GPU at one time
         blocks = min(gpu.sms, blocks)
     dq: Any = None

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.backward_block import thread_blocks, waves
+from mgpu_ops.attention.backward_block import waves
 from mgpu_ops.attention.heads import Part, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -40,7 +40,7 @@ from mgpu_ops.attention.launch import (
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, kv_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, dq_steps, dq_value_steps
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, backward_blocks, dq_steps, dq_value_steps
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
@@ -251,7 +251,7 @@ class _Consumer:
 def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool) -> jax.Array:
     """dq of padded head_dim."""
     part, k_stages, v_stages = whole(p.head_dim), dq_steps(p), dq_value_steps(p)
-    blocks = thread_blocks(p, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q), gpu)
+    blocks = backward_blocks(p, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q), gpu)
     optional, smem = optional_refs(arrays.inputs, "kv", TILE_Q, TILE_KV, k_stages)
 
     def body(refs: BackwardRefs, outputs: tuple[Any, ...], scratch: Scratch) -> None:

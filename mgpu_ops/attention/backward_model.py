@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from mgpu_ops.attention import reference
-from mgpu_ops.attention.backward_block import hands_out, thread_blocks
 from mgpu_ops.attention.heads import PANEL, backward_dim
 from mgpu_ops.attention.model import (
     SECTION,
@@ -27,7 +26,15 @@ from mgpu_ops.attention.model import (
     shared_out,
     typical_problem,
 )
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, check_backward, supports_backward
+from mgpu_ops.attention.problem import (
+    ROWS,
+    BackwardConfig,
+    BackwardProblem,
+    backward_blocks,
+    check_backward,
+    hands_out,
+    supports_backward,
+)
 from mgpu_ops.core import rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of, require
@@ -172,7 +179,7 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     step = _gradient_step(p, c, columns * d, 2 * c.tile_q * d * size + (4 * c.tile_q * d if c.mode == "fused" else 0), gpu)
     tile = _KEYS_TILE - _SECOND_SLOT * (c.kv_slots > 1)
     kv_blocks = p.batch * p.kv_heads * c.group_splits * math.ceil(p.kv_tokens / c.tile_kv)
-    tile -= _HANDED_OUT * hands_out(p, c, thread_blocks(p, kv_blocks, gpu), gpu)
+    tile -= _HANDED_OUT * hands_out(p, c, backward_blocks(p, kv_blocks, gpu), gpu)
     work = shared_out(keys * step + tile, entries * p.kv_heads * c.group_splits, gpu)
     if c.mode == "split":
         rows = cached_kv_blocks(typical, 2 * ROWS, ROWS)  # whatever the tiles of the dk/dv kernel

@@ -553,6 +553,25 @@ def may_hand_out(p: BackwardProblem, c: BackwardConfig) -> bool:
     return lengths_alone and c.dq_step == "next" and backward_dim(p.head_dim, c.dq_step) == ROWS and not p.deterministic
 
 
+_EVENED_OUT = 128  # tiles of an SM with lengths or segments: where there are more, short ones lie on all SMs
+_LONG_SEGMENTS = 1024  # keys: with segments, beginnings and ends of shorter tiles weigh
+
+
+def backward_blocks(p: BackwardProblem, tiles: int, gpu: Gpu) -> int:
+    """Thread blocks for so many tiles of a gradient: persistent ones, or with lengths or segments as many as tiles.
+
+    Which tiles are short is known on the device only: there the GPU gives each SM the next tile when it is idle, or persistent
+    blocks take it themselves (`hands_out`).
+    """
+    each = p.lengths or (p.segments and p.kv_tokens >= _LONG_SEGMENTS)
+    return tiles if each and tiles <= _EVENED_OUT * gpu.sms else min(gpu.sms, tiles)
+
+
+def hands_out(p: BackwardProblem, c: BackwardConfig, blocks: int, gpu: Gpu) -> bool:
+    """Whether kv blocks are handed out to persistent thread blocks as these become free, where the GPU would deal them."""
+    return may_hand_out(p, c) and blocks > gpu.sms and not gpu.shares_sms
+
+
 def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
     """Why the dk/dv kernel cannot compute dq in the step that `c.dq_step` says, or None."""
     if c.dq_step not in ("same", "next"):
