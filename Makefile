@@ -93,7 +93,6 @@ release: setup  ## build and check sdist and wheel, and run the demo from the wh
 pictures: setup  ## draw every picture under results/ again from its CSV file or its sweeps
 	@$(BIN)/mgpu-tune plot --from results/*.csv --in-place
 	@$(BIN)/mgpu-tune replay --picture results/replay/regret
-	@$(BIN)/python scripts/model_error.py --picture results/2026-11-24-h200-model-error
 
 clean:  ## remove caches and build outputs
 	rm -rf build dist htmlcov .coverage .coverage.* .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
