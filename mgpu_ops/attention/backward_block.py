@@ -356,23 +356,28 @@ class ThreadBlock:
         """How many query heads share a kv head."""
         return self.p.q_heads // self.p.kv_heads
 
+    @property
+    def tiles(self) -> tile_scheduler.AssignedTiles:
+        """The kv blocks of this thread block, unless they are handed out."""
+        # Opaque: the compiler would compute once what producer and consumers have in common, and spill it for both.
+        return tile_scheduler.AssignedTiles(self.refs.schedule, opaque(lax.axis_index("block")))
+
     def _for_each_tile(
         self, body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], asks: bool = False
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Callable[[], jax.Array], jax.Array]:
         """steps = body(i, number of the i-th kv block of this thread block, steps). How many there were, and the steps.
 
         asks: by the producer, as in `DynamicScheduler`. The number of kv blocks is for it alone.
         """
-        # Opaque: the compiler would compute once what producer and consumers have in common, and spill it for both.
-        block, none = opaque(lax.axis_index("block")), jnp.int32(0)
-        tiles = tile_scheduler.AssignedTiles(self.refs.schedule, block)
+        tiles, none = self.tiles, jnp.int32(0)
         if self.refs.counter is None:
             steps = tiles.for_each(body, none)
-            return tiles.count if asks else none, steps  # the number is read again: no register is free for it
+            return lambda: tiles.count, steps  # read when it is asked for: no register is free for it
         table, answers = tiles.table, Pipeline(SLOTS, *self.answered)
-        count = table.shape[0]
-        handed_out = DynamicScheduler(block, self.blocks, self.refs.counter.at[0], self.smem["work_smem"], answers, count)
-        return handed_out.for_each(count, lambda i, tile, steps: body(i, table[tile, 1], steps), none, asks)
+        most = table.shape[0]
+        scheduler = DynamicScheduler(tiles.block, self.blocks, self.refs.counter.at[0], self.smem["work_smem"], answers, most)
+        count, steps = scheduler.for_each(most, lambda i, tile, steps: body(i, table[tile, 1], steps), none, asks)
+        return lambda: count, steps
 
     def place(self, name: str, slot: Int) -> Any:
         """Of the keys "k" or values "v" of a slot, in shared memory."""
@@ -429,7 +434,7 @@ class ThreadBlock:
         count, steps = self._for_each_tile(self._load_kv_block, asks=True)
         # The producer ends when the consumers have declared every stage empty.
         self.q_pipeline.drain(steps)
-        self.kv_pipeline.drain(count)
+        self.kv_pipeline.drain(count())
 
     def _load_kv_block(self, i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
         kv, x = self.kv_block(i, number), self.x

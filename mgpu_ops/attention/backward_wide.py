@@ -58,7 +58,7 @@ class _Consumer:
         self.block.mask.write_numbers()
         self.block.for_each_kv_block(self._kv_block)
         if self.wg == DV:  # the last arrival at `read`, too, is waited for
-            pl.when(self.block.refs.schedule[lax.axis_index("block"), 0] > 0)(lambda: plgpu.barrier_wait(self.read))
+            pl.when(self.block.tiles.count > 0)(lambda: plgpu.barrier_wait(self.read))
 
     def _kv_block(self, kv: KvBlock, done: jax.Array) -> jax.Array:
         """Adds up dv or dk over all q blocks; the producer meanwhile loads what comes next."""
