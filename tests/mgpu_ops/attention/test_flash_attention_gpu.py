@@ -502,6 +502,34 @@ def test_dq_a_step_later_gives_what_it_gives_in_the_same_step(head_dim, steps, h
         assert_close(float64(x), float64(y), problem.dtype)
 
 
+@pytest.mark.parametrize("kv_slots", [1, 2])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"causal": True},
+        {"window_left": 150, "window_right": 20},
+        {"lengths": True},
+        {"lengths": True, "q_tokens": 130, "kv_tokens": 130, "batch": 30, "dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_many_kv_blocks_in_one_place_and_in_two(kwargs, kv_slots, assert_close):
+    """More kv blocks than SMs, so that a thread block has several in turn; with lengths they are handed out."""
+    sizes = {"batch": 9, "q_tokens": 500, "kv_tokens": 700, "q_heads": 6, "kv_heads": 6, "head_dim": 64}
+    problem = BACKWARD.Problem(**sizes | kwargs)
+    config = BACKWARD.Config("fused", 128, 128, 3, 4, 24, "next", "apart", kv_slots=kv_slots)
+    arrays = jax.jit(functools.partial(BACKWARD.inputs, problem))(jax.random.key(0))
+    run, same_step = (
+        jax.jit(functools.partial(BACKWARD.run, problem, config, gpu.current()))
+        for config in (config, BACKWARD.Config("fused", 128, 128, 2, 4, 24))
+    )
+    wanted = same_step(*arrays)
+    for _ in range(3):  # another order each time
+        for x, y in zip(run(*arrays), wanted):
+            assert_close(float64(x), float64(y), problem.dtype)
+
+
 VARLEN: list[dict[str, Any]] = [
     {"lengths": True},
     {"segments": True},
