@@ -70,6 +70,12 @@ def launch(
     blocks = backward_blocks(p, p.batch * p.kv_heads * tiles, gpu)
     if in_turns(p, c) and not dealt(p):  # all of them have to be on the GPU at one time
         blocks = min(gpu.sms, blocks)
+    handed_out = hands_out(p, c, blocks, gpu)
+    # Blocks that take turns are planned in one round.
+    table = schedule(p, c, blocks, gpu.sms, not in_turns(p, c) and comes_in_rounds(gpu, blocks))
+    if optional.share_bias and not in_turns(p, c):
+        table = tile_scheduler.entries_together(table, tiles, p.batch, p.kv_heads)
+    launched = gpu.sms if handed_out else len(table)
     dq: Any = None
     dq_type: Any = None  # where it is an output
     dbias: Any = None
@@ -100,11 +106,6 @@ def launch(
         helper = block.take_turns if in_turns(p, c) else None
         specialize(block.producer, functools.partial(consumers.consume, block, scratch), CONSUMERS, c, gpu, helper)
 
-    handed_out = hands_out(p, c, blocks, gpu)
-    # Blocks that take turns are planned in one round.
-    table = schedule(p, c, blocks, gpu.sms, not in_turns(p, c) and comes_in_rounds(gpu, blocks))
-    if optional.share_bias and not in_turns(p, c):
-        table = tile_scheduler.entries_together(table, tiles, p.batch, p.kv_heads)
     refs = Refs(
         schedule=table,
         q=as_blocks(arrays.q, c.tile_q, p),
@@ -120,7 +121,6 @@ def launch(
         numbers=numbers,
         counter=jax.new_ref(jnp.zeros(1, jnp.int32)) if handed_out else None,
     )
-    launched = gpu.sms if handed_out else len(table)
     gradient = jax.ShapeDtypeStruct((p.batch, p.kv_tokens, p.kv_heads, p.head_dim), p.dtype)
     out_type = rows_like(gradient), rows_like(gradient), *([] if dq_type is None else [dq_type])
     share = 1.0 if c.mode == "fused" else 4 / 7  # of the products; the others are those of dq

@@ -65,7 +65,7 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
         "q_order": ("apart", "together") if next_step else ("together",),
         "dk_operand": ("memory", "registers") if 64 < d <= 128 else ("memory",),
         "group_splits": _group_splits(problem, gpu),
-        "kv_slots": (1, 2) if next_step else (1,),
+        "kv_slots": (1, 2) if d <= ROWS else (1,),
     }
 
 
@@ -107,8 +107,8 @@ def _backward_producer_registers(problem: BackwardProblem, config: BackwardConfi
 
 
 def _kv_slots(problem: BackwardProblem, config: BackwardConfig) -> int:
-    """Two at head dim 64, but where they were slower (many kv blocks with lengths), or products would wait for registers (query
-    heads that share keys, turns at dq), or where they were not measured (segments)."""
+    """Two at head dim 64, but where they were slower (many kv blocks with lengths), `check_backward` refuses them, or they were
+    not measured (segments)."""
     p, c = problem, config
     if c.dq_step != "next" or backward_dim(p.head_dim, c.dq_step) != ROWS or p.deterministic or p.segments:
         return 1
@@ -151,6 +151,7 @@ _ROUND = 0.06e-6  # s of a tile of 64 x 128 scores beside its products
 _KEYS_TILE = 2.4e-6  # s of an output tile of dk and dv beside its steps,
 # s less with a second kv slot, and where tiles are handed out (results/2026-11-29-h200-flash_attention-backward-slots.jsonl)
 _SECOND_SLOT, _HANDED_OUT = 1.3e-6, 1.1e-6
+_SECOND_SLOT_LOSS = 1.2  # of the kernel's time, where `_kv_slots` has one: 1.17 to 1.27 there
 _ROWS_TILE = 6.9e-6  # likewise of dq
 _STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those that make delta and convert dq
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
@@ -177,10 +178,12 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     keys = cached_q_blocks(typical, c.tile_kv, c.tile_q) * (group // c.group_splits)
     columns, copied = (5, 10 * queries * d) if c.mode == "fused" else (4, 0)  # dq: zeros, float32 read, 16 bits written
     step = _gradient_step(p, c, columns * d, 2 * c.tile_q * d * size + (4 * c.tile_q * d if c.mode == "fused" else 0), gpu)
-    tile = _KEYS_TILE - _SECOND_SLOT * (c.kv_slots > 1)
+    gains = c.kv_slots > 1 and _kv_slots(p, c) > 1
+    tile = _KEYS_TILE - _SECOND_SLOT * gains
     kv_blocks = p.batch * p.kv_heads * c.group_splits * math.ceil(p.kv_tokens / c.tile_kv)
     tile -= _HANDED_OUT * hands_out(p, c, backward_blocks(p, kv_blocks, gpu), gpu)
     work = shared_out(keys * step + tile, entries * p.kv_heads * c.group_splits, gpu)
+    work *= _SECOND_SLOT_LOSS if c.kv_slots > 1 and not gains else 1.0
     if c.mode == "split":
         rows = cached_kv_blocks(typical, 2 * ROWS, ROWS)  # whatever the tiles of the dk/dv kernel
         step = _gradient_step(p, dataclasses.replace(c, tile_q=2 * ROWS, tile_kv=ROWS), 3 * d, 2 * ROWS * d * size, gpu)

@@ -592,6 +592,10 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
     if c.kv_slots not in (1, 2):
         return f"kv_slots={c.kv_slots} must be 1 or 2"
+    if c.kv_slots == 2 and backward_dim(p.head_dim, "next") != ROWS:
+        return "kv_slots=2 is for head dims up to 64: wider keys leave no shared memory for three stages beside it, use 1"
+    if c.kv_slots == 2 and (p.deterministic or p.q_heads > p.kv_heads * c.group_splits):
+        return "kv_slots=2 has no registers for query heads that share keys or for deterministic sums: use 1"
     if c.max_concurrent_steps < 2:
         return "dq_step='next' reads two q blocks at a time: use max_concurrent_steps=2 or more"
     return None
@@ -639,7 +643,7 @@ def _smem_bytes(p: Problem, c: Config, bias_steps: int) -> int:
 
 
 def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int:
-    """Bytes of shared memory of a thread block of the dk/dv kernel, likewise."""
+    """Bytes of shared memory of a thread block of the dk/dv kernel, likewise; at most, where kv blocks may be handed out."""
     p, c, steps = problem, config, config.max_concurrent_steps
     d = backward_dim(p.head_dim, c.dq_step)
     wide, fused, stats = d > 128, c.mode == "fused", ((steps, c.tile_q), 4)
@@ -656,8 +660,8 @@ def backward_smem_bytes(problem: BackwardProblem, config: BackwardConfig) -> int
     buffers += [((steps,), 4)] if turns else []
     buffers += [kv_blocks] + ([((ROWS, ROWS), 2)] if wide else [])  # values, weights
     barriers = (4 if turns else 2) * steps + 2 * c.kv_slots + (2 if wide else 1)
-    if may_hand_out(p, c):  # the numbers of kv blocks, and the barriers of their pipeline
-        buffers, barriers = [*buffers, ((gemm.SLOTS,), 4)], barriers + 2 * gemm.SLOTS
+    if may_hand_out(p, c):  # numbers of kv blocks, which take little of it, and the barriers of their pipeline
+        buffers, barriers = [*buffers, ((limits.ALIGNMENT,), 1)], barriers + 2 * gemm.SLOTS
     return limits.block_bytes(buffers, barriers=barriers)
 
 

@@ -18,7 +18,7 @@ from mgpu_ops import SPECS
 from mgpu_ops.attention import cudnn, model
 from mgpu_ops.attention.heads import rounded
 from mgpu_ops.attention.mask import MaskTerms, kv_blocks, q_blocks
-from mgpu_ops.attention.problem import BackwardProblem, Problem, deals_tiles
+from mgpu_ops.attention.problem import BackwardProblem, Problem, backward_blocks, deals_tiles, hands_out
 from mgpu_ops.core import gpu
 from tests.mgpu_ops.attention import cases
 from tests.thorough import examples
@@ -199,6 +199,11 @@ def test_the_soft_cap_after_a_bias_needs_both() -> None:
         ({}, {"dk_operand": "cache"}, "neither 'memory' nor 'registers'"),
         ({}, {"dq_step": "same", "q_order": "apart"}, "use 'together' and 'memory'"),
         ({}, {"dq_step": "same", "dk_operand": "registers"}, "use 'together' and 'memory'"),
+        ({}, {"dq_step": "same", "kv_slots": 2}, "kv_slots=2 is for dq_step='next': use 1"),
+        ({}, {"kv_slots": 3}, "must be 1 or 2"),
+        ({}, {"kv_slots": 2}, "for head dims up to 64"),
+        ({"head_dim": 64, "q_heads": 4}, {"tile_q": 128, "kv_slots": 2}, "query heads that share keys"),
+        ({"head_dim": 64, "deterministic": True}, {"tile_q": 128, "q_order": "apart", "kv_slots": 2}, "deterministic sums"),
     ],
 )
 def test_dq_a_step_later_where_it_cannot_be(problem: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
@@ -207,6 +212,56 @@ def test_dq_a_step_later_where_it_cannot_be(problem: dict[str, Any], changes: di
     found = BACKWARD.check(BACKWARD.Problem(**{"batch": 1, "q_tokens": 256, "kv_tokens": 256, "q_heads": 2, "kv_heads": 2,
                                                "head_dim": 128} | problem), config, H200)  # fmt: skip
     assert reason in str(found)
+
+
+MHA64 = BackwardProblem(32, 512, 512, 12, 12, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "slots"),
+    [
+        ({}, 2),
+        ({"causal": True}, 2),
+        ({"window_left": 100, "window_right": 0}, 2),
+        ({"lengths": True, "kv_tokens": 256}, 2),
+        ({"lengths": True}, 1),
+        ({"lengths": True, "kv_tokens": 256, "causal": True}, 1),
+        ({"segments": True}, 1),
+        ({"kv_heads": 4}, 1),
+        ({"deterministic": True}, 1),
+        ({"head_dim": 128}, 1),
+    ],
+    ids=str,
+)
+def test_two_places_for_kv_blocks_are_the_default_where_they_were_faster(changes: dict[str, Any], slots: int) -> None:
+    problem = dataclasses.replace(MHA64, **changes)
+    config = BACKWARD.default(problem, H200)
+    assert config.kv_slots == slots
+    other = dataclasses.replace(config, kv_slots=3 - slots)
+    if BACKWARD.check(problem, other, H200) is None:  # so that no entry of a problem near by brings it
+        assert BACKWARD.cost(problem, config, H200) < BACKWARD.cost(problem, other, H200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharing", "handed_out"),
+    [
+        ({"lengths": True}, False, True),
+        ({}, False, False),
+        ({"lengths": True, "causal": True}, False, False),
+        ({"lengths": True, "segments": True}, False, False),
+        ({"lengths": True, "deterministic": True}, False, False),
+        ({"lengths": True, "head_dim": 128}, False, False),
+        ({"lengths": True, "batch": 2}, False, False),  # fewer kv blocks than SMs
+        ({"lengths": True, "batch": 1024}, False, False),  # so many that short ones lie on all SMs
+        ({"lengths": True}, True, False),  # in a program over several devices
+    ],
+    ids=str,
+)
+def test_kv_blocks_are_handed_out_with_lengths_alone(changes: dict[str, Any], sharing: bool, handed_out: bool) -> None:
+    problem, device = dataclasses.replace(MHA64, **changes), dataclasses.replace(H200, shares_sms=sharing)
+    config = BACKWARD.Config("fused", 8192 // problem.head_dim, 128, 3, 4, 24, "next", "apart")
+    blocks = backward_blocks(problem, problem.batch * 12 * 4, device)
+    assert hands_out(problem, config, blocks, device) == handed_out
 
 
 @pytest.mark.parametrize("name", ["mha128-4096", "mha128-16384-causal", "llama3-70b-8192-causal"])

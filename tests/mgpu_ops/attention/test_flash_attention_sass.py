@@ -229,6 +229,21 @@ def test_dq_a_step_later_at_head_dim_64_starts_the_scores_of_both_halves_first_a
     assert re.search("s{24}W", found), found
 
 
+@pytest.mark.parametrize(
+    "how", thorough.cases(["two places", "handed out", "handed out, two places"], ["handed out, two places"])
+)
+def test_places_for_kv_blocks_and_handing_them_out_leave_the_loops_as_they_are(how):
+    gpu, slots = aot.find("h200"), 1 + ("two places" in how)
+    problem = BACKWARD.Problem(32, 512, 512, 12, 12, 64, lengths="handed out" in how)
+    config = BACKWARD.Config("fused", 128, 128, 3, 4, 24, "next", "apart", kv_slots=slots)
+    arrays = jax.eval_shape(lambda key: BACKWARD.inputs(problem, key), jax.random.key(0))
+    report = aot.compile_for(gpu, lambda *x: BACKWARD.run(problem, config, gpu, *x), *arrays)
+    assert report.serialized == ""
+    assert max(kernel.spill_stores for kernel in report.kernels) <= BACKWARD.spills_outside_loops(config)
+    found = re.sub("[LE]", "", _order(report.sass))
+    assert re.search("s{24}W", found), found
+
+
 def _order(sass: str) -> str:
     """Products with 64 columns (s), with 128 (d), waits (W), exponentials (E), additions to dq (A), loads after a spill (L)."""
     found = re.findall(r"HGMMA\.64x64|HGMMA\.64x128|WARPGROUP\.DEPBAR|MUFU\.EX2|REDG|LDL", sass)
