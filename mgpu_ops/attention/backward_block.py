@@ -375,7 +375,8 @@ class ThreadBlock:
             return lambda: tiles.count, steps  # read when it is asked for: no register is free for it
         table, answers = tiles.table, Pipeline(SLOTS, *self.answered)
         most = table.shape[0]
-        scheduler = DynamicScheduler(tiles.block, self.blocks, self.refs.counter.at[0], self.smem["work_smem"], answers, most)
+        first = jnp.int32(tiles.block)
+        scheduler = DynamicScheduler(first, self.blocks, self.refs.counter.at[0], self.smem["work_smem"], answers, most)
         count, steps = scheduler.for_each(most, lambda i, tile, steps: body(i, table[tile, 1], steps), none, asks)
         return lambda: count, steps
 
