@@ -70,7 +70,7 @@ class DynamicScheduler:
         def counted(tile: GroupTile, state: Any) -> Any:
             carry, turn = state
             if asks:
-                self.answers.fill(turn, lambda slot, full: self._ask(turn, slot, full))
+                self._ask_for_next(turn)
             return body(tile, carry), turn + 1
 
         start = carry, jnp.int32(0)
@@ -92,7 +92,7 @@ class DynamicScheduler:
         def step(state: Any) -> Any:
             tile, carry, turn = state
             if asks:
-                self.answers.fill(turn, lambda slot, full: self._ask(turn, slot, full))
+                self._ask_for_next(turn)
             carry = body(turn, tile, carry)
             return scheduler.following(tile, (carry, turn + 1)), carry, turn + 1
 
@@ -101,6 +101,10 @@ class DynamicScheduler:
         if asks:
             self.answers.drain(turns)
         return turns, carry
+
+    def _ask_for_next(self, turn: jax.Array) -> None:
+        """Starts the question for the tile after this one, once there is a slot for its answer."""
+        self.answers.fill(turn, lambda slot, full: self._ask(turn, slot, full))
 
     def _ask(self, turn: jax.Array, slot: jax.Array, full: Any) -> None:
         """Starts a question, whose answer will be in a slot; arrives at `full` when it is there."""
