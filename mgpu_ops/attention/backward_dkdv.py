@@ -65,7 +65,8 @@ def launch(
     """
     p = dataclasses.replace(p, kv_heads=p.kv_heads * c.group_splits)
     optional, smem = optional_refs(arrays.inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
-    lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(arrays.delta, c.tile_q)
+    delta = -arrays.delta if c.dq_step == "next" else arrays.delta
+    lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(delta, c.tile_q)
     tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
     blocks = backward_blocks(p, p.batch * p.kv_heads * tiles, gpu)
     if in_turns(p, c) and not dealt(p):  # all of them have to be on the GPU at one time
@@ -113,7 +114,7 @@ def launch(
         v=as_rows(arrays.v),
         out_grad=as_blocks(arrays.out_grad, c.tile_q, p),
         lse=lse,
-        delta=-delta if c.dq_step == "next" else delta,
+        delta=delta,
         optional=optional,
         dq=dq,
         dbias=dbias,

@@ -32,6 +32,7 @@ from mgpu_ops.attention.problem import (
     BackwardProblem,
     backward_blocks,
     check_backward,
+    check_second_slot,
     hands_out,
     supports_backward,
 )
@@ -107,13 +108,10 @@ def _backward_producer_registers(problem: BackwardProblem, config: BackwardConfi
 
 
 def _kv_slots(problem: BackwardProblem, config: BackwardConfig) -> int:
-    """Two at head dim 64, but where they were slower (many kv blocks with lengths), `check_backward` refuses them, or they were
-    not measured (segments)."""
-    p, c = problem, config
-    if c.dq_step != "next" or backward_dim(p.head_dim, c.dq_step) != ROWS or p.deterministic or p.segments:
-        return 1
-    unequal = p.lengths and (p.kv_tokens > 2 * c.tile_kv or p.left is not None or p.right is not None)
-    return 1 if unequal or p.q_heads != p.kv_heads else 2
+    """Two where that can be, but where a second place gained nothing: lengths beside a mask, and segments."""
+    p = problem
+    unequal = p.segments or (p.lengths and (p.left is not None or p.right is not None))
+    return 1 if unequal or check_second_slot(p, config) else 2
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
@@ -151,7 +149,7 @@ _ROUND = 0.06e-6  # s of a tile of 64 x 128 scores beside its products
 _KEYS_TILE = 2.4e-6  # s of an output tile of dk and dv beside its steps,
 # s less with a second kv slot, and where tiles are handed out (results/2026-11-29-h200-flash_attention-backward-slots.jsonl)
 _SECOND_SLOT, _HANDED_OUT = 1.3e-6, 1.1e-6
-_SECOND_SLOT_LOSS = 1.2  # of the kernel's time, where `_kv_slots` has one: 1.17 to 1.27 there
+_SECOND_SLOT_LOSS = 1.03  # of the kernel's time, where `_kv_slots` has one: up to that there
 _ROWS_TILE = 6.9e-6  # likewise of dq
 _STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those that make delta and convert dq
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes

@@ -268,7 +268,9 @@ def _seen_in_segments(problem: Problem, lengths: Pair | None, q_ids: jax.Array, 
     """`_seen_tokens` without a bias."""
     p = problem
     rows, keys = jnp.arange(p.q_tokens)[None], jnp.arange(p.kv_tokens)[None]
-    q_end, kv_end = (p.q_tokens, p.kv_tokens) if lengths is None else (n[:, None] for n in lengths)
+    q_end, kv_end = p.q_tokens, p.kv_tokens
+    if lengths is not None:
+        q_end, kv_end = (jnp.clip(x, 0, n)[:, None] for x, n in zip(lengths, (q_end, kv_end), strict=True))
     low, high = MaskTerms.of(p, q_end, kv_end).bounds()
     first, last = 0 * rows if low is None else rows + low, kv_end - 1 if high is None else jnp.minimum(kv_end - 1, rows + high)
     seeing = (rows < q_end) & _any_equal(q_ids, kv_ids, first, last)

@@ -583,7 +583,7 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
     if c.dq_step == "same":
         if (c.q_order, c.dk_operand) != ("together", "memory"):
             return f"q_order={c.q_order!r} and dk_operand={c.dk_operand!r} are for dq_step='next': use 'together' and 'memory'"
-        return None if c.kv_slots == 1 else f"kv_slots={c.kv_slots} is for dq_step='next': use 1"
+        return None if c.kv_slots == 1 else check_second_slot(p, c)
     if c.mode != "fused":
         return f"dq_step='next' is for mode='fused', not {c.mode!r}: use 'same'"
     if c.dk_operand == "registers" and backward_dim(p.head_dim, "next") == 64:
@@ -592,12 +592,26 @@ def _check_dq_step(p: BackwardProblem, c: BackwardConfig) -> str | None:
         return "dq_step='next' has no registers for a bias or a soft cap: use 'same'"
     if c.kv_slots not in (1, 2):
         return f"kv_slots={c.kv_slots} must be 1 or 2"
-    if c.kv_slots == 2 and backward_dim(p.head_dim, "next") != ROWS:
-        return "kv_slots=2 is for head dims up to 64: wider keys leave no shared memory for three stages beside it, use 1"
-    if c.kv_slots == 2 and (p.deterministic or p.q_heads > p.kv_heads * c.group_splits):
-        return "kv_slots=2 has no registers for query heads that share keys or for deterministic sums: use 1"
+    if c.kv_slots == 2 and (reason := check_second_slot(p, c)) is not None:
+        return reason
     if c.max_concurrent_steps < 2:
         return "dq_step='next' reads two q blocks at a time: use max_concurrent_steps=2 or more"
+    return None
+
+
+def check_second_slot(p: BackwardProblem, c: BackwardConfig) -> str | None:
+    """Why the dk/dv kernel cannot have two places for kv blocks, or None."""
+    if c.dq_step != "next":
+        return f"kv_slots={c.kv_slots} is for dq_step='next': use 1"
+    if backward_dim(p.head_dim, "next") != ROWS:
+        return "kv_slots=2 is for head dims up to 64: wider keys leave no shared memory for three stages beside it, use 1"
+    if p.deterministic or p.q_heads > p.kv_heads * c.group_splits:
+        return "kv_slots=2 has no registers for query heads that share keys or for deterministic sums: use 1"
+    if c.q_order == "together" and (p.lengths or p.kv_tokens % c.tile_kv):
+        return (
+            f"kv_slots=2 with q_order='together' has no registers for lengths, or for kv_tokens={p.kv_tokens} that are no "
+            f"multiple of tile_kv={c.tile_kv}: products would wait for each other; use q_order='apart' or kv_slots=1"
+        )
     return None
 
 

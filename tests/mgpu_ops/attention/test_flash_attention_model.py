@@ -204,6 +204,8 @@ def test_the_soft_cap_after_a_bias_needs_both() -> None:
         ({}, {"kv_slots": 2}, "for head dims up to 64"),
         ({"head_dim": 64, "q_heads": 4}, {"tile_q": 128, "kv_slots": 2}, "query heads that share keys"),
         ({"head_dim": 64, "deterministic": True}, {"tile_q": 128, "q_order": "apart", "kv_slots": 2}, "deterministic sums"),
+        ({"head_dim": 64, "lengths": True}, {"tile_q": 128, "q_order": "together", "kv_slots": 2}, "no registers for lengths"),
+        ({"head_dim": 64, "kv_tokens": 200}, {"tile_q": 128, "q_order": "together", "kv_slots": 2}, "kv_tokens=200"),
     ],
 )
 def test_dq_a_step_later_where_it_cannot_be(problem: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
@@ -223,8 +225,8 @@ MHA64 = BackwardProblem(32, 512, 512, 12, 12, 64)
         ({}, 2),
         ({"causal": True}, 2),
         ({"window_left": 100, "window_right": 0}, 2),
+        ({"lengths": True}, 2),
         ({"lengths": True, "kv_tokens": 256}, 2),
-        ({"lengths": True}, 1),
         ({"lengths": True, "kv_tokens": 256, "causal": True}, 1),
         ({"segments": True}, 1),
         ({"kv_heads": 4}, 1),
