@@ -128,8 +128,7 @@ def _forward(call: _Call, joined: jax.Array, cos: jax.Array, sin: jax.Array, opt
 
 def _backward(call: _Call, saved: Any, out_grad: jax.Array) -> tuple[jax.Array, ...]:
     q, k, v, options, out, lse, cos, sin = saved
-    delta = attention.delta_of(out, out_grad, lse, 0.0)
-    joined = _joined(call)(q, k, v, out_grad.astype(q.dtype), lse, delta, out, options, cos, sin)
+    joined = _joined(call)(q, k, v, out_grad.astype(q.dtype), lse, out, options, cos, sin)
     return joined, *map(jnp.zeros_like, (cos, sin, options))
 
 
@@ -138,7 +137,7 @@ _attention.defvjp(*first_order("rotary_attention", _forward, _backward))
 
 @functools.cache
 def _joined(call: _Call) -> Any:
-    """From q, k, v, the gradient of the output, lse, delta, the output, options, cosines and sines to what `joined` gets."""
+    """From q, k, v, the gradient of the output, lse, the output, options, cosines and sines to what `joined` gets."""
 
     def one_device(
         q: jax.Array,
@@ -146,7 +145,6 @@ def _joined(call: _Call) -> Any:
         v: jax.Array,
         out_grad: jax.Array,
         lse: jax.Array,
-        delta: jax.Array,
         out: jax.Array,
         options: jax.Array,
         *turned: jax.Array,
@@ -157,10 +155,10 @@ def _joined(call: _Call) -> Any:
             config: Any = found[0]
             _, gpu, interpret = found
             if attention.joins(problem, config):
-                arrays = turned, q, k, v, out_grad, lse, delta, options
+                arrays = turned, q, k, v, out_grad, lse, out, options
                 with dispatch.told(attention.BACKWARD, problem, config, gpu):
                     return attention.joined(problem, config, gpu, *arrays, interpret=interpret)
-        gradients = attention.backward_product(of)(q, k, v, inputs, out_grad, lse, delta, out)
+        gradients = attention.backward_product(of)(q, k, v, inputs, out_grad, lse, None, out)
         batch, tokens, _, head_dim = q.shape
         joined = call.rotary.backward().run(*(x.reshape(batch * tokens, -1, head_dim) for x in gradients), *turned)
         return joined.reshape(batch, tokens, -1, head_dim)
@@ -168,7 +166,7 @@ def _joined(call: _Call) -> Any:
     def rule(*_: jax.Array) -> partition.Rule:
         """The batch is split."""
         q, k, rows, turned = "batch T H D", "batch T KV D", "batch H T", "T HALF"
-        operands = [q, k, k, q, rows, rows, q, "OPTIONS", turned, turned]
+        operands = [q, k, k, q, rows, q, "OPTIONS", turned, turned]
         return partition.Rule("rotary_attention", f"{', '.join(operands)} -> batch T JOINED D")
 
     gradient = jax.custom_batching.custom_vmap(partition.partitioned(one_device, rule, call.attention.backend))

@@ -17,7 +17,7 @@ import jax
 
 from mgpu_ops.attention import backward_dkdv, backward_dq, backward_round
 from mgpu_ops.attention.heads import backward_dim
-from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import BackwardArrays, pad_head
 from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem
 from mgpu_ops.core.gpu import Gpu
@@ -26,16 +26,16 @@ from mgpu_ops.core.gpu import Gpu
 def launch(
     p: BackwardProblem, c: BackwardConfig, gpu: Gpu, *arrays: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernels on q, k, v, the output's gradient, lse, delta and `Inputs.arrays()`: dq, dk, dv and any bias's gradient.
+    """Runs the kernels on q, k, v, the output's gradient, lse, of_rows and `Inputs.arrays()`: dq, dk, dv, any bias's gradient.
 
-    lse as the forward kernel gives it; delta [batch, q_heads, q_tokens]: the rows' sums of output times its gradient.
+    lse, as the forward kernel gives it, and of_rows: see `BackwardArrays`.
     """
     head_dim, v_dim, d = p.head_dim, p.v_dim, backward_dim(p.head_dim, c.dq_step)
     p = dataclasses.replace(p, head_dim=d, v_head_dim=0)
     q, k, v, out_grad = (pad_head(x, d) for x in arrays[:4])
     inputs = Inputs.of(p, arrays[6:])
     inputs = dataclasses.replace(inputs, sinks=None)  # they are in lse, and a key without a value adds nothing
-    given = BackwardArrays(q, k, v, out_grad, arrays[4] * LOG2E, arrays[5], inputs)
+    given = BackwardArrays(q, k, v, out_grad, arrays[4], arrays[5], inputs)
     dq, dk, dv, dbias = backward_dkdv.launch(p, c, gpu, given, interpret)
     if dq is None:
         dq = backward_dq.launch(p, c, gpu, given, interpret)
@@ -52,8 +52,8 @@ def launch_joined(
     interpret: bool = False,
 ) -> jax.Array:
     """As `launch`, the gradient of what q, k and v were taken from and rotated, [batch, tokens, all heads, head_dim]."""
-    q, k, v, out_grad, lse, delta, *options = arrays
-    given = BackwardArrays(q, k, v, out_grad, lse * LOG2E, delta, Inputs.of(p, tuple(options)))
+    q, k, v, out_grad, lse, of_rows, *options = arrays
+    given = BackwardArrays(q, k, v, out_grad, lse, of_rows, Inputs.of(p, tuple(options)))
     dq, dk, dv, _ = backward_dkdv.launch(p, c, gpu, given, interpret, as_tiles=True)
     assert dq is not None
     return backward_round.launch_joined(p, dq, dk, dv, given.inputs.options, turned, interpret)

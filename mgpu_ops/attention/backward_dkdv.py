@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
+from mgpu_ops.attention import backward_ahead, backward_narrow, backward_prepare, backward_round, backward_wide
 from mgpu_ops.attention.backward_block import (
     CONSUMERS,
     Refs,
@@ -44,7 +44,6 @@ from mgpu_ops.attention.launch import (
     in_panels,
     in_rows,
     optional_refs,
-    pad_tokens,
     rows_like,
     run,
     specialize,
@@ -65,9 +64,13 @@ def launch(
     """
     p = dataclasses.replace(p, kv_heads=p.kv_heads * c.group_splits)
     optional, smem = optional_refs(arrays.inputs, "q", c.tile_q, c.tile_kv, c.max_concurrent_steps)
-    delta = -arrays.delta if c.dq_step == "next" else arrays.delta
-    lse, delta = pad_tokens(arrays.lse, c.tile_q, math.inf), pad_tokens(delta, c.tile_q)
-    tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), lse.shape[2]
+    tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), math.ceil(p.q_tokens / c.tile_q) * c.tile_q
+    by_rows = p.batch, rows, p.q_heads, p.head_dim
+    shape_of_dq = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
+    prepared: Any = None
+    if arrays.out is not None and backward_prepare.runs(p, c, arrays.out):
+        prepared = backward_prepare.launch(p, c, arrays, (1, *shape_of_dq), interpret)
+    lse, delta = prepared[:2] if prepared is not None else arrays.stats(c.tile_q, backward_prepare.sign_of_delta(c))
     blocks = backward_blocks(p, p.batch * p.kv_heads * tiles, gpu)
     if in_turns(p, c) and not dealt(p):  # all of them have to be on the GPU at one time
         blocks = min(gpu.sms, blocks)
@@ -82,14 +85,14 @@ def launch(
     dbias: Any = None
     if c.mode == "fused":
         # The interpreter cannot add in global memory: each kv block has an array of its own there.
-        by_rows = p.batch, rows, p.q_heads, p.head_dim
-        shape = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
         if in_turns(p, c) and not interpret:  # who has the first turn at a tile stores it
-            dq_type = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+            dq_type = jax.ShapeDtypeStruct((1, *shape_of_dq), jnp.float32)
         else:
-            # After delta, or XLA would write the zeros of all layers at the program's start, and keep them.
-            zero, delta = lax.optimization_barrier((jnp.zeros((), jnp.float32), delta))
-            dq = jax.new_ref(jnp.broadcast_to(zero, (tiles if interpret else 1, *shape)))
+            if prepared is not None:
+                zeros = prepared.zeros
+            else:  # after delta, or XLA would write the zeros of all layers at the program's start, and keep them
+                zeros, delta = lax.optimization_barrier((jnp.zeros((), jnp.float32), delta))
+            dq = jax.new_ref(jnp.broadcast_to(zeros, (tiles if interpret else 1, *shape_of_dq)))
     turns: Any = None
     numbers: Any = None
     if in_turns(p, c):
@@ -120,7 +123,7 @@ def launch(
         dbias=dbias,
         turns=turns,
         numbers=numbers,
-        counter=jax.new_ref(jnp.zeros(1, jnp.int32)) if handed_out else None,
+        counter=jax.new_ref(prepared.counter if prepared is not None else jnp.zeros(1, jnp.int32)) if handed_out else None,
     )
     gradient = jax.ShapeDtypeStruct((p.batch, p.kv_tokens, p.kv_heads, p.head_dim), p.dtype)
     out_type = rows_like(gradient), rows_like(gradient), *([] if dq_type is None else [dq_type])

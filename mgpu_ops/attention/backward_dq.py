@@ -32,7 +32,6 @@ from mgpu_ops.attention.launch import (
     in_panels,
     in_rows,
     optional_refs,
-    pad_tokens,
     rows_like,
     run,
     specialize,
@@ -281,14 +280,15 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
     if optional.share_bias:
         tiles, group = math.ceil(p.q_tokens / TILE_Q), p.q_heads // p.kv_heads
         table = tile_scheduler.entries_together(table, tiles, p.batch, p.q_heads, group)
+    lse, delta = arrays.stats(TILE_Q)
     refs = BackwardRefs(
         schedule=table,
         q=as_rows(arrays.q),
         k=as_blocks(arrays.k, TILE_KV, p),
         v=as_rows(arrays.v),
         out_grad=as_rows(arrays.out_grad),
-        lse=pad_tokens(arrays.lse, TILE_Q, math.inf),
-        delta=pad_tokens(arrays.delta, TILE_Q),
+        lse=lse,
+        delta=delta,
         optional=optional,
     )
     (dq,) = run(body, "mgpu_ops_flash_attention_dq", len(table), spec, refs, (rows_like(arrays.q),), interpret, 3 / 7)

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from mgpu_ops import flags, floats, kv_cache
@@ -273,19 +272,13 @@ def _attention_forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inp
 def _attention_backward(call: Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     q, k, v, inputs, out, lse = saved
     out_grad, lse_grad = gradients
-    delta = delta_of(out, out_grad, lse, lse_grad)
+    # Without delta, the kernels make it of the output.
+    delta = reference.delta_of(out, out_grad, lse, lse_grad) if call.lse_grad or inputs.sinks is not None else None
     dq, dk, dv, *dbias = backward_product(call)(q, k, v, inputs, out_grad.astype(q.dtype), lse, delta, out)
     if inputs.bias is not None and not dbias:
         dbias = [jnp.zeros_like(inputs.bias)]  # a mask
-    dsinks = None if inputs.sinks is None else _gradient_of_sinks(inputs.sinks, lse, delta)
+    dsinks = None if inputs.sinks is None or delta is None else _gradient_of_sinks(inputs.sinks, lse, delta)
     return dq, dk, dv, Inputs(jnp.zeros_like(inputs.options), bias=dbias[0] if dbias else None, sinks=dsinks)
-
-
-def delta_of(out: jax.Array, out_grad: jax.Array, lse: jax.Array, lse_grad: ArrayLike) -> jax.Array:
-    """The rows' sums of output times its gradient, less the gradient of lse; [batch, q_heads, q_tokens]."""
-    accurate = np.promote_types(out.dtype, np.float32)
-    delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - lse_grad
-    return jnp.where(lse == jnp.inf, 0.0, delta)  # rows that see nothing, whatever their output's gradient
 
 
 def _gradient_of_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:
@@ -339,7 +332,10 @@ def _ignores_unseen(call: Call, problem: Problem) -> bool:
 
 @functools.cache
 def backward_product(call: Call) -> Callable[..., Any]:
-    """(q, k, v, inputs, gradient of the output, lse, delta, output) to the gradients of q, k, v and the bias if any."""
+    """(q, k, v, inputs, gradient of the output, lse, delta, output) to the gradients of q, k, v and the bias if any.
+
+    delta: None where lse has no gradient, and it follows from the output.
+    """
 
     def one_device(
         q: jax.Array,
@@ -348,14 +344,14 @@ def backward_product(call: Call) -> Callable[..., Any]:
         inputs: Inputs,
         out_grad: jax.Array,
         lse: jax.Array,
-        delta: jax.Array,
+        delta: jax.Array | None,
         out: jax.Array,
     ) -> Any:
         fields = dataclasses.asdict(call.problem(q, k, v, inputs))
         if call.hides:
             q, k, v = zero_unseen(Problem(**fields), inputs, q, k, v)
         problem = BackwardProblem(**fields, deterministic=call.deterministic, bias_grad=call.bias_grad)
-        arrays = q, k, v, out_grad, lse, delta, *inputs.arrays()
+        arrays = q, k, v, out_grad, lse, out if delta is None else delta, *inputs.arrays()
         through_cudnn: Any = None
         if cudnn.refuses(problem) is None:
             through_cudnn = functools.partial(cudnn.backward, problem, call.scale, out)
@@ -455,7 +451,7 @@ def _run(
 def _run_backward(
     problem: BackwardProblem, config: BackwardConfig, gpu: gpus.Gpu, *arrays: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-    """The backward kernels with `config` on q, k, v, the output's gradient, lse, delta and `Inputs.arrays()`."""
+    """The backward kernels with `config` on q, k, v, the output's gradient, lse, output or delta, and `Inputs.arrays()`."""
     from mgpu_ops.attention.backward import launch
 
     return launch(problem, config, gpu, *arrays, interpret=interpret)
@@ -478,8 +474,8 @@ def joined(
 ) -> jax.Array:
     """The gradient of the array that q, k and v were taken from and rotated, [batch, tokens, all heads, head_dim].
 
-    turned: cosines and sines, float32 [tokens, head_dim / 2]. arrays: q, k, v, the output's gradient, lse, delta and
-    `Inputs.arrays()`. Only where `joins`.
+    turned: cosines and sines, float32 [tokens, head_dim / 2]. arrays: q, k, v, the output's gradient, lse, output or
+    delta, and `Inputs.arrays()`. Only where `joins`.
     """
     from mgpu_ops.attention.backward import launch_joined
 

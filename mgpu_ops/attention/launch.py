@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,9 +13,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.heads import PANEL, Part
-from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.operands import OptionalRefs
 from mgpu_ops.attention.problem import BackwardConfig, Config, Problem
+from mgpu_ops.attention.reference import delta_of
 from mgpu_ops.core import engine, limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import rows_view
@@ -120,15 +122,25 @@ def in_rows(part: Part, lead: tuple[int, ...], dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardArrays:
-    """What the backward kernels are given; head_dim is padded."""
+    """What the backward kernels are given; head_dim is padded, but for `out`."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     out_grad: jax.Array
-    lse: jax.Array  # [batch, q_heads, q_tokens], times log2(e), as exponentials are powers of two
-    delta: jax.Array  # [batch, q_heads, q_tokens], the rows' sums of output times its gradient
+    lse: jax.Array  # [batch, q_heads, q_tokens]
+    of_rows: jax.Array  # output, or delta [batch, q_heads, q_tokens], the rows' sums of output times its gradient
     inputs: Inputs
+
+    @property
+    def out(self) -> jax.Array | None:
+        """The output, where delta is not given."""
+        return self.of_rows if self.of_rows.ndim == 4 else None
+
+    def stats(self, tile: int, sign: float = 1.0) -> tuple[jax.Array, jax.Array]:
+        """lse times log2(e), as exponentials are powers of two, and delta times sign, up to whole tiles; through XLA."""
+        delta = self.of_rows if self.out is None else delta_of(self.out, self.out_grad[..., : self.out.shape[3]], self.lse)
+        return pad_tokens(self.lse * LOG2E, tile, math.inf), pad_tokens(delta * sign, tile)
 
 
 def rows_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -268,7 +268,8 @@ def _seen_in_segments(problem: Problem, lengths: Pair | None, q_ids: jax.Array, 
     """`_seen_tokens` without a bias."""
     p = problem
     rows, keys = jnp.arange(p.q_tokens)[None], jnp.arange(p.kv_tokens)[None]
-    q_end, kv_end = p.q_tokens, p.kv_tokens
+    q_end: Any = p.q_tokens
+    kv_end: Any = p.kv_tokens
     if lengths is not None:
         q_end, kv_end = (jnp.clip(x, 0, n)[:, None] for x, n in zip(lengths, (q_end, kv_end), strict=True))
     low, high = MaskTerms.of(p, q_end, kv_end).bounds()

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.mask import keys_seen, mask_of, some_see_nothing, zero_unseen
@@ -162,13 +163,20 @@ def _product(axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.platform_dependent(x, y, cpu=lambda x, y: einsum(x.astype(accurate), y.astype(accurate)), default=einsum)
 
 
-def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The gradients of q, k, v and, with `bias_grad`, the bias, from q, k, v, the output's gradient, lse, delta and inputs.
+def delta_of(out: jax.Array, out_grad: jax.Array, lse: jax.Array, lse_grad: ArrayLike = 0.0) -> jax.Array:
+    """The rows' sums of output times its gradient, less the gradient of lse; [batch, q_heads, q_tokens]."""
+    accurate = np.promote_types(out.dtype, np.float32)
+    delta = jnp.einsum("btnd,btnd->bnt", out.astype(accurate), out_grad.astype(accurate)) - lse_grad
+    return jnp.where(lse == jnp.inf, 0.0, delta)  # rows that see nothing, whatever their output's gradient
 
-    delta: [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less lse's gradient. XLA
-    differentiates `forward`, so that of lse and delta only lse's gradient is used here.
+
+def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The gradients of q, k, v and, with `bias_grad`, the bias, from q, k, v, the output's gradient, lse, of_rows and inputs.
+
+    of_rows: the output, or delta [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less lse's gradient.
+    XLA differentiates `forward`, so that of lse, output and delta only lse's gradient is used here.
     """
-    q, k, v, out_grad, _, delta, *rest = arrays
+    q, k, v, out_grad, _, of_rows, *rest = arrays
     inputs = Inputs.of(problem, tuple(rest))
 
     def of(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -177,8 +185,10 @@ def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, .
         return out, jnp.where(lse == jnp.inf, 0.0, lse)
 
     (out, lse), pull = jax.vjp(of, q, k, v, inputs.bias)
-    rows = jnp.einsum("btnd,btnd->bnt", out.astype(delta.dtype), out_grad.astype(delta.dtype))
-    lse_grad = (rows - delta).astype(jnp.float32)
+    lse_grad = jnp.zeros_like(lse)
+    if of_rows.ndim == 3:
+        rows = jnp.einsum("btnd,btnd->bnt", out.astype(of_rows.dtype), out_grad.astype(of_rows.dtype))
+        lse_grad = (rows - of_rows).astype(jnp.float32)
     # Reshaped: to JAX a symbolic batch that one of its caches remembers is another one.
     dq, dk, dv, dbias = pull((out_grad.reshape(out.shape), lse_grad.reshape(lse.shape)))
     return (dq, dk, dv, dbias) if problem.bias_grad else (dq, dk, dv)

@@ -37,10 +37,10 @@ def forward(product: Callable[..., Any], backend: str | None) -> Callable[..., A
 
 
 def backward(product: Callable[..., Any], bias_grad: bool, backend: str | None) -> Callable[..., Any]:
-    """`product`, from (q, k, v, inputs, gradient of the output, lse, delta, output) to the gradients, split likewise."""
+    """`product`, from (q, k, v, inputs, gradient of the output, lse, delta or None, output) to gradients, split likewise."""
 
     def joined(q: jax.Array, k: jax.Array, v: jax.Array, inputs: Inputs, *rest: jax.Array) -> Any:
-        out_grad, lse, delta, out = (_join(x, axis) for x, axis in zip(rest, (2, 1, 1, 2), strict=True))
+        out_grad, lse, delta, out = (_where_there(_join, x, axis) for x, axis in zip(rest, _HEADS, strict=True))
         kv_heads = k.shape[2]
         dq, dk, dv, *dbias = product(_join(q, 2), k, v, _inputs(inputs, _join), out_grad, lse, delta, out)
         return _apart(dq, 2, kv_heads), dk, dv, *(_apart(x, 1, kv_heads) for x in dbias)
@@ -55,13 +55,14 @@ def backward(product: Callable[..., Any], bias_grad: bool, backend: str | None) 
         def apart(x: jax.Array, axis: int) -> jax.Array:
             return _apart(x, axis, kv_heads)
 
-        given = (apart(x, axis) for x, axis in zip(rest, (2, 1, 1, 2), strict=True))
+        given = (_where_there(apart, x, axis) for x, axis in zip(rest, _HEADS, strict=True))
         dq, dk, dv, *dbias = split(apart(q, 2), k, v, _inputs(inputs, apart), *given)
         return _join(dq, 2), dk, dv, *(_join(x, 1) for x in dbias)
 
     return call
 
 
+_HEADS = 2, 1, 1, 2  # the dimension of heads of the output's gradient, lse, delta and output
 _Q, _OUT, _ROWS = "batch T kv group D", "batch T kv group D_V", "batch kv group T"
 
 
@@ -91,7 +92,7 @@ def _backward_rule(bias_grad: bool, *arrays: Any) -> partition.Rule:
     operands = _operands(*arrays[:4])
     results = [_Q, "batch S kv D", "batch S kv D_V"]
     results += [_broadcast("batch kv group T S", arrays[3].bias)] if bias_grad else []
-    given = [*operands, _OUT, _ROWS, _ROWS, _OUT]
+    given = [*operands, _OUT, *[_ROWS] * (1 if arrays[6] is None else 2), _OUT]
     return partition.Rule("flash_attention's gradient", f"{', '.join(given)} -> {', '.join(results)}")
 
 
@@ -99,6 +100,10 @@ def _apart(x: jax.Array, axis: int, kv_heads: int) -> jax.Array:
     """The heads as two dimensions; a single one for all heads as two of one."""
     heads = (1, 1) if x.shape[axis] == 1 else (kv_heads, x.shape[axis] // kv_heads)
     return x.reshape(*x.shape[:axis], *heads, *x.shape[axis + 1 :])
+
+
+def _where_there(change: Callable[[jax.Array, int], jax.Array], x: jax.Array | None, axis: int) -> jax.Array | None:
+    return None if x is None else change(x, axis)
 
 
 def _join(x: jax.Array, axis: int) -> jax.Array:

@@ -144,4 +144,5 @@ def test_gradients_of_attention_count_the_bytes_that_mosaic_launches(name):
     found = launched(BACKWARD, problem, config)
     if config.dq_step == "next":
         del found["flash_attention_round_dq"]  # of one tile, whatever the config
+    found.pop("flash_attention_prepare", None)  # likewise
     assert found == wanted

@@ -110,8 +110,11 @@ def assert_backward(
     wanted = cases.truth(q, k, v, out_grad=out_grad, lse_grad=lse_grad, **arguments)
     wanted.pop("sinks", None)
     lse = np.where(np.isneginf(wanted["lse"]), np.inf, wanted["lse"])
-    delta = np.einsum("btnd,btnd->bnt", wanted["out"], float64(out_grad)) - (0.0 if lse_grad is None else lse_grad)
-    given = *padding((q, k, v)), out_grad, *(jnp.asarray(x, jnp.float32) for x in (lse, delta)), *rest
+    if lse_grad is None:
+        of_rows = jnp.asarray(wanted["out"], q.dtype)
+    else:  # delta
+        of_rows = jnp.asarray(np.einsum("btnd,btnd->bnt", wanted["out"], float64(out_grad)) - lse_grad, jnp.float32)
+    given = *padding((q, k, v)), out_grad, jnp.asarray(lse, jnp.float32), of_rows, *rest
     found = interpreted(BACKWARD, problem, config, given)
     assert not engine.races_found()
     names = ["q", "k", "v", "bias"] if problem.bias_grad else ["q", "k", "v"]

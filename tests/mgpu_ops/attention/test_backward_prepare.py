@@ -1,0 +1,70 @@
+"""The kernel ahead of the dk/dv kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mgpu_ops.attention import backward_prepare
+from mgpu_ops.attention.flash_attention import BACKWARD
+from mgpu_ops.attention.inputs import Inputs
+from mgpu_ops.attention.launch import BackwardArrays
+from mgpu_ops.core import aot, engine
+
+LATER = BACKWARD.Config("fused", 64, 128, 2, 1, 24, "next", "apart")
+SAME = BACKWARD.Config("fused", 64, 128, 1, 1, 24)
+
+
+@pytest.mark.parametrize("config", [LATER, SAME], ids=["next", "same"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_makes_delta_lse_and_zeros(head_dim, config):
+    problem = BACKWARD.Problem(2, 128, 128, 3, 3, head_dim)
+    keys = jax.random.split(jax.random.key(head_dim), 3)
+    out, out_grad = (jax.random.normal(key, (2, 128, 3, head_dim), jnp.bfloat16) for key in keys[:2])
+    lse = jax.random.normal(keys[2], (2, 3, 128)).at[1, 2, 5:9].set(jnp.inf)
+    out_grad = out_grad.at[1, 5:9, 2].set(jnp.nan)  # of rows that see nothing
+    arrays = BackwardArrays(out, out, out, out_grad, lse, out, Inputs(jnp.ones(3)))
+    found = backward_prepare.launch(problem, config, arrays, (1, 2, 3, 128, head_dim), interpret=True)
+    assert not engine.races_found()
+    sees = np.isfinite(lse)
+    wanted = np.einsum("btnd,btnd->bnt", np.float64(out), np.nan_to_num(np.float64(out_grad)))
+    np.testing.assert_allclose(found.delta, backward_prepare.sign_of_delta(config) * np.where(sees, wanted, 0), atol=1e-4)
+    np.testing.assert_allclose(np.asarray(found.lse)[sees], np.asarray(lse)[sees] * np.log2(np.e), rtol=1e-6)
+    assert np.isposinf(np.asarray(found.lse)[~sees]).all()
+    assert found.zeros.shape == (1, 2, 3, 128, head_dim)
+    assert not found.zeros.any()
+    assert not found.counter.any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "columns", "runs"),
+    [
+        ({}, 128, True),
+        ({"lengths": True}, 128, True),
+        ({"q_tokens": 100}, 128, False),
+        ({"deterministic": True}, 128, False),  # dq is stored before it is added to
+        ({}, 120, False),  # heads that are padded
+    ],
+    ids=str,
+)
+def test_where_it_runs(changes, columns, runs):
+    problem = BACKWARD.Problem(
+        **{"batch": 1, "q_tokens": 128, "kv_tokens": 128, "q_heads": 1, "kv_heads": 1, "head_dim": 128} | changes
+    )
+    out = jax.ShapeDtypeStruct((1, problem.q_tokens, 1, columns), jnp.bfloat16)
+    assert backward_prepare.runs(problem, LATER, out) == runs
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_a_gradient_is_four_kernels():
+    gpu = aot.find("h200")
+    problem = BACKWARD.Problem(32, 512, 512, 12, 12, 64, lengths=True)
+    config = BACKWARD.default(problem, gpu)
+    arrays = jax.eval_shape(functools.partial(BACKWARD.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(gpu, functools.partial(BACKWARD.run, problem, config, gpu), *arrays)
+    names = [kernel.name for kernel in report.kernels]
+    assert len(names) == 3, names  # and the forward kernel
+    prepare = next(kernel for kernel in report.kernels if "prepare" in kernel.name)
+    assert prepare.spill_stores == 0
