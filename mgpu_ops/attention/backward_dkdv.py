@@ -49,7 +49,7 @@ from mgpu_ops.attention.launch import (
     specialize,
     swizzled,
 )
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, backward_blocks, hands_out
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, backward_blocks, hands_out, prepares_rows
 from mgpu_ops.core import dynamic_scheduler, engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
@@ -68,7 +68,7 @@ def launch(
     by_rows = p.batch, rows, p.q_heads, p.head_dim
     shape_of_dq = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
     prepared: Any = None
-    if arrays.out is not None and backward_prepare.runs(p, c, arrays.out):
+    if arrays.out is not None and arrays.out.shape[3] == p.head_dim and prepares_rows(p, c):
         prepared = backward_prepare.launch(p, c, arrays, (1, *shape_of_dq), interpret)
     lse, delta = prepared[:2] if prepared is not None else arrays.stats(c.tile_q, backward_prepare.sign_of_delta(c))
     blocks = backward_blocks(p, p.batch * p.kv_heads * tiles, gpu)

@@ -33,6 +33,7 @@ from mgpu_ops.attention.problem import (
     check_backward,
     check_second_slot,
     hands_out,
+    prepares_rows,
     supports_backward,
 )
 from mgpu_ops.core import rates
@@ -150,6 +151,7 @@ _SECOND_SLOT, _HANDED_OUT = 1.3e-6, 1.1e-6
 _SECOND_SLOT_LOSS = 1.03  # of the kernel's time, where `_kv_slots` has one: up to that there
 _ROWS_TILE = 6.9e-6  # likewise of dq
 _STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those that make delta and convert dq
+_PREPARED = 2.3e-6  # s less where `prepares_rows` (results/2026-11-29-h200-flash_attention-backward-prepare.jsonl)
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
 _ADDS = 3.5e-6  # s of the kernels that add up dk and dv of a group's parts, beside their bytes
 _FULL = 4  # times as many kv blocks as SMs: more are shared out evenly
@@ -189,7 +191,8 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     padding = _PADS + 2 * moved / hbm(gpu) if d != p.head_dim else 0.0
     if c.group_splits > 1:
         padding += _ADDS + 2 * (c.group_splits + 1) * p.batch * p.kv_tokens * p.kv_heads * d * size / hbm(gpu)
-    return _STARTS[c.mode] + max(work, moved / hbm(gpu)) + _COPIED * copied / hbm(gpu) + padding
+    starts = _STARTS[c.mode] - _PREPARED * prepares_rows(p, c)
+    return starts + max(work, moved / hbm(gpu)) + _COPIED * copied / hbm(gpu) + padding
 
 
 def _gradient_step(p: BackwardProblem, c: BackwardConfig, columns: int, moved: int, gpu: Gpu) -> float:

@@ -40,19 +40,13 @@ class Prepared(NamedTuple):
     counter: jax.Array  # int32, zeros
 
 
-def runs(p: BackwardProblem, c: BackwardConfig, out: jax.Array) -> bool:
-    """Whether the kernel can make them: tiles divide rows and columns, and dq is added to zeros."""
-    divides = p.q_tokens % c.tile_q == 0 and out.shape[3] == p.head_dim and p.head_dim in (PANEL, 2 * PANEL)
-    return divides and c.mode == "fused" and not p.deterministic
-
-
 def sign_of_delta(c: BackwardConfig) -> float:
     """With `dq_step="next"` a product adds to it."""
     return -1.0 if c.dq_step == "next" else 1.0
 
 
 def launch(p: BackwardProblem, c: BackwardConfig, arrays: BackwardArrays, zeros: tuple[int, ...], interpret: bool) -> Prepared:
-    """From output, its gradient and lse. zeros: a shape of as many numbers as q has. Only where `runs`."""
+    """From output, its gradient and lse. zeros: a shape of as many numbers as q has. Only where `prepares_rows`."""
     panels, blocks = p.head_dim // PANEL, p.q_tokens // ROWS
     tiles = p.batch * blocks * p.q_heads
 

@@ -21,7 +21,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("attention, forward", "faster of cuDNN, tokamax", beside_both, "cudnn", "tokamax")
     yield strip("attention, forward + backward", "cuDNN", both, "cudnn")
     yield from drawn_attention(results, "h200")
-    for what, kind in (("attention, other models, untuned", ""), ("other models, forward + backward", "-grad")):
+    for what, kind in (("attention, other models, untuned", ""), ("other models, forward + backward", "-grad(-slots)?")):
         models = problems(results, f"h200-flash_attention-other-models{kind}", "cudnn")
         yield strip(what, "cuDNN", models, "cudnn")
     yield strip("attention, decoding", "cuDNN", few, "cudnn")

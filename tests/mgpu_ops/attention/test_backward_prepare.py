@@ -11,6 +11,7 @@ from mgpu_ops.attention import backward_prepare
 from mgpu_ops.attention.flash_attention import BACKWARD
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import BackwardArrays
+from mgpu_ops.attention.problem import prepares_rows
 from mgpu_ops.core import aot, engine
 
 LATER = BACKWARD.Config("fused", 64, 128, 2, 1, 24, "next", "apart")
@@ -39,22 +40,20 @@ def test_it_makes_delta_lse_and_zeros(head_dim, config):
 
 
 @pytest.mark.parametrize(
-    ("changes", "columns", "runs"),
+    ("changes", "runs"),
     [
-        ({}, 128, True),
-        ({"lengths": True}, 128, True),
-        ({"q_tokens": 100}, 128, False),
-        ({"deterministic": True}, 128, False),  # dq is stored before it is added to
-        ({}, 120, False),  # heads that are padded
+        ({}, True),
+        ({"head_dim": 64, "lengths": True}, True),
+        ({"q_tokens": 100}, False),
+        ({"deterministic": True}, False),  # dq is stored before it is added to
+        ({"head_dim": 120}, False),  # heads that are padded
+        ({"v_head_dim": 64}, False),
     ],
     ids=str,
 )
-def test_where_it_runs(changes, columns, runs):
-    problem = BACKWARD.Problem(
-        **{"batch": 1, "q_tokens": 128, "kv_tokens": 128, "q_heads": 1, "kv_heads": 1, "head_dim": 128} | changes
-    )
-    out = jax.ShapeDtypeStruct((1, problem.q_tokens, 1, columns), jnp.bfloat16)
-    assert backward_prepare.runs(problem, LATER, out) == runs
+def test_where_it_runs(changes, runs):
+    shape = {"batch": 1, "q_tokens": 128, "kv_tokens": 128, "q_heads": 1, "kv_heads": 1, "head_dim": 128}
+    assert prepares_rows(BACKWARD.Problem(**shape | changes), LATER) == runs
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
