@@ -263,9 +263,9 @@ def _checked_lengths(
     return one("q_lengths", q_lengths, q), one("kv_lengths", kv_lengths, k)
 
 
-def _all_tokens(batch: Any, tokens: int) -> jax.Array:
+def _all_tokens(batch: Any, tokens: Any) -> jax.Array:
     """Lengths that leave out no token. They are not all the same: XLA would write such ones in each call, by another kernel."""
-    if not isinstance(batch, int):  # a symbolic one
+    if not (isinstance(batch, int) and isinstance(tokens, int)):  # symbolic ones
         return jnp.full((batch,), tokens, jnp.int32)
     return jnp.asarray(tokens + np.arange(batch, dtype=np.int32) % 2)
 

@@ -1,12 +1,11 @@
 """The kernel ahead of the dk/dv kernel."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mgpu_ops
 from mgpu_ops.attention import backward_prepare
 from mgpu_ops.attention.flash_attention import BACKWARD
 from mgpu_ops.attention.inputs import Inputs
@@ -57,13 +56,13 @@ def test_where_it_runs(changes, runs):
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-def test_a_gradient_is_four_kernels():
-    gpu = aot.find("h200")
-    problem = BACKWARD.Problem(32, 512, 512, 12, 12, 64, lengths=True)
-    config = BACKWARD.default(problem, gpu)
-    arrays = jax.eval_shape(functools.partial(BACKWARD.inputs, problem), jax.random.key(0))
-    report = aot.compile_for(gpu, functools.partial(BACKWARD.run, problem, config, gpu), *arrays)
-    names = [kernel.name for kernel in report.kernels]
-    assert len(names) == 3, names  # and the forward kernel
-    prepare = next(kernel for kernel in report.kernels if "prepare" in kernel.name)
-    assert prepare.spill_stores == 0
+def test_output_and_gradients_are_four_kernels():
+    x, lengths = jax.ShapeDtypeStruct((32, 512, 12, 64), jnp.bfloat16), jax.ShapeDtypeStruct((32,), jnp.int32)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> jax.Array:
+        return mgpu_ops.flash_attention(q, k, v, kv_lengths=lengths, backend="mosaic").astype(jnp.float32).sum()
+
+    report = aot.compile_for("h200", jax.grad(loss, (0, 1, 2)), x, x, x, lengths)
+    assert len(report.kernels) == 4
+    (prepares,) = (kernel for kernel in report.kernels if "prepare" in kernel.name)
+    assert prepares.spill_stores == prepares.spill_loads == 0
