@@ -264,10 +264,10 @@ def _checked_lengths(
 
 
 def _all_tokens(batch: Any, tokens: Any) -> jax.Array:
-    """Lengths that leave out no token. They are not all the same: XLA would write such ones in each call, by another kernel."""
+    """Lengths that leave out no token: any from `tokens` on. XLA writes equal ones in each call, by a kernel of its own."""
     if not (isinstance(batch, int) and isinstance(tokens, int)):  # symbolic ones
         return jnp.full((batch,), tokens, jnp.int32)
-    return jnp.asarray(tokens + np.arange(batch, dtype=np.int32) % 2)
+    return jnp.asarray(np.where(np.arange(batch) % 2, integers.INT32.max, tokens).astype(np.int32))
 
 
 def _checked_segments(q: jax.Array, k: Array, q_ids: Integers | None, kv_ids: Integers | None) -> tuple[jax.Array, jax.Array]:

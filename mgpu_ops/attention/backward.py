@@ -6,6 +6,8 @@ Two modes (`BackwardConfig.mode`):
   memory, so that the order of the sums in dq varies from run to run, unless thread blocks take turns (`backward_ahead.py`).
 - "split": the dk/dv kernel, and one for dq alone (`backward_dq.py`): seven products, all sums always in one order.
 
+Ahead of "fused" a kernel makes what dk/dv reads of each row (`backward_prepare.py`), where `prepares_rows`; elsewhere XLA does.
+
 Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608); PTX ISA (wgmma, cp.reduce.async.bulk.tensor).
 """
 
@@ -26,9 +28,9 @@ from mgpu_ops.core.gpu import Gpu
 def launch(
     p: BackwardProblem, c: BackwardConfig, gpu: Gpu, *arrays: jax.Array, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-    """Runs the kernels on q, k, v, the output's gradient, lse, of_rows and `Inputs.arrays()`: dq, dk, dv, any bias's gradient.
+    """Runs the kernels on q, k, v, the output's gradient, lse, out_or_delta, `Inputs.arrays()`: dq, dk, dv, dbias.
 
-    lse, as the forward kernel gives it, and of_rows: see `BackwardArrays`.
+    lse, as the forward kernel gives it, and out_or_delta: see `BackwardArrays`.
     """
     head_dim, v_dim, d = p.head_dim, p.v_dim, backward_dim(p.head_dim, c.dq_step)
     p = dataclasses.replace(p, head_dim=d, v_head_dim=0)
@@ -52,8 +54,8 @@ def launch_joined(
     interpret: bool = False,
 ) -> jax.Array:
     """As `launch`, the gradient of what q, k and v were taken from and rotated, [batch, tokens, all heads, head_dim]."""
-    q, k, v, out_grad, lse, of_rows, *options = arrays
-    given = BackwardArrays(q, k, v, out_grad, lse, of_rows, Inputs.of(p, tuple(options)))
+    q, k, v, out_grad, lse, out_or_delta, *options = arrays
+    given = BackwardArrays(q, k, v, out_grad, lse, out_or_delta, Inputs.of(p, tuple(options)))
     dq, dk, dv, _ = backward_dkdv.launch(p, c, gpu, given, interpret, as_tiles=True)
     assert dq is not None
     return backward_round.launch_joined(p, dq, dk, dv, given.inputs.options, turned, interpret)

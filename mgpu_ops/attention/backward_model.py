@@ -107,10 +107,11 @@ def _backward_producer_registers(problem: BackwardProblem, config: BackwardConfi
 
 
 def _kv_slots(problem: BackwardProblem, config: BackwardConfig) -> int:
-    """Two where that can be, but where a second place gained nothing: lengths beside a mask, and segments."""
+    """Two where that can be, but where a second place gained nothing (lengths beside a mask, segments), and where query heads
+    share keys: in parts of their own (`group_splits`) it was not measured."""
     p = problem
     unequal = p.segments or (p.lengths and (p.left is not None or p.right is not None))
-    return 1 if unequal or check_second_slot(p, config) else 2
+    return 1 if unequal or p.q_heads != p.kv_heads or check_second_slot(p, config) else 2
 
 
 def backward_default(problem: BackwardProblem, gpu: Gpu) -> BackwardConfig:
@@ -163,7 +164,7 @@ _AHEAD, _HELD = {64: 0.92, 128: 0.831}, 0.063
 
 
 def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -> float:
-    """Modelled time in seconds, with what XLA does around the kernels: delta, zeros for dq and its conversion, padding.
+    """Modelled time in seconds, with what is done around the kernels: delta, zeros for dq and its conversion, padding.
 
     Fused: a thread block keeps a kv block while q blocks of all heads that share it go by. A tile of scores takes five
     products, and dq is added to global memory in float32. Split: four in the dk/dv kernel, three in the dq kernel.

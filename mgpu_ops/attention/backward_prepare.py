@@ -78,7 +78,7 @@ def launch(p: BackwardProblem, c: BackwardConfig, arrays: BackwardArrays, zeros:
         plgpu.copy_smem_to_gmem(stats.at[2], delta_out.at[batch, head, rows])
         plgpu.wait_smem_to_gmem(0)
 
-    of_rows = jax.ShapeDtypeStruct(arrays.lse.shape, jnp.float32)
+    statistic = jax.ShapeDtypeStruct(arrays.lse.shape, jnp.float32)
     tile = swizzled((panels, ROWS, PANEL), p.dtype)
     found = engine.kernel(
         body,
@@ -91,8 +91,8 @@ def launch(p: BackwardProblem, c: BackwardConfig, arrays: BackwardArrays, zeros:
             share=_SHARE,
         ),
         out_type=(
-            of_rows,
-            of_rows,
+            statistic,
+            statistic,
             jax.ShapeDtypeStruct((tiles * panels, ROWS * PANEL), jnp.float32),
             jax.ShapeDtypeStruct((_COUNTERS,), jnp.int32),
         ),

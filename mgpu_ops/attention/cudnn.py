@@ -84,7 +84,7 @@ def gradients(problem: BackwardProblem, pull: Any, out_grad: jax.Array) -> tuple
 
 def residuals(problem: BackwardProblem, *arrays: Any) -> tuple[Any, jax.Array]:
     """The forward pass: the arguments of `gradients` from the inputs of the backward op."""
-    q, k, v, out_grad, _, _, _, *extra = arrays  # lse, delta and options are the kernels' alone
+    q, k, v, out_grad, _, _, _, *extra = arrays  # lse, output or delta, and options are the kernels' alone
     others, bias = (extra[:-1], extra[-1:]) if problem.bias_grad else (extra, [])
 
     def output(q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array) -> jax.Array:

@@ -334,7 +334,7 @@ def _ignores_unseen(call: Call, problem: Problem) -> bool:
 def backward_product(call: Call) -> Callable[..., Any]:
     """(q, k, v, inputs, gradient of the output, lse, delta, output) to the gradients of q, k, v and the bias if any.
 
-    delta: None where lse has no gradient, and it follows from the output.
+    delta: None where it follows from the output: without a gradient of lse, and without sinks, whose own gradient needs it.
     """
 
     def one_device(

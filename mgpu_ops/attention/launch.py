@@ -129,17 +129,17 @@ class BackwardArrays:
     v: jax.Array
     out_grad: jax.Array
     lse: jax.Array  # [batch, q_heads, q_tokens]
-    of_rows: jax.Array  # output, or delta [batch, q_heads, q_tokens], the rows' sums of output times its gradient
+    out_or_delta: jax.Array  # output, or delta [batch, q_heads, q_tokens], the rows' sums of output times its gradient
     inputs: Inputs
 
     @property
     def out(self) -> jax.Array | None:
         """The output, where delta is not given."""
-        return self.of_rows if self.of_rows.ndim == 4 else None
+        return self.out_or_delta if self.out_or_delta.ndim == 4 else None
 
     def stats(self, tile: int, sign: float = 1.0) -> tuple[jax.Array, jax.Array]:
         """lse times log2(e), as exponentials are powers of two, and delta times sign, up to whole tiles; through XLA."""
-        delta = self.of_rows if self.out is None else delta_of(self.out, self.out_grad[..., : self.out.shape[3]], self.lse)
+        delta = self.out_or_delta if self.out is None else delta_of(self.out, self.out_grad[..., : self.out.shape[3]], self.lse)
         return pad_tokens(self.lse * LOG2E, tile, math.inf), pad_tokens(delta * sign, tile)
 
 

@@ -171,12 +171,12 @@ def delta_of(out: jax.Array, out_grad: jax.Array, lse: jax.Array, lse_grad: Arra
 
 
 def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The gradients of q, k, v and, with `bias_grad`, the bias, from q, k, v, the output's gradient, lse, of_rows and inputs.
+    """The gradients of q, k, v and, with `bias_grad`, the bias, from q, k, v, the output's gradient, lse, out_or_delta, inputs.
 
-    of_rows: the output, or delta [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less lse's gradient.
-    XLA differentiates `forward`, so that of lse, output and delta only lse's gradient is used here.
+    out_or_delta: the output, or delta [batch, q_heads, q_tokens], the rows' sums of output times its gradient, less lse's
+    gradient. XLA differentiates `forward`, so that of lse, output and delta only lse's gradient is used here.
     """
-    q, k, v, out_grad, _, of_rows, *rest = arrays
+    q, k, v, out_grad, _, out_or_delta, *rest = arrays
     inputs = Inputs.of(problem, tuple(rest))
 
     def of(q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -186,9 +186,9 @@ def backward(problem: BackwardProblem, *arrays: jax.Array) -> tuple[jax.Array, .
 
     (out, lse), pull = jax.vjp(of, q, k, v, inputs.bias)
     lse_grad = jnp.zeros_like(lse)
-    if of_rows.ndim == 3:
-        rows = jnp.einsum("btnd,btnd->bnt", out.astype(of_rows.dtype), out_grad.astype(of_rows.dtype))
-        lse_grad = (rows - of_rows).astype(jnp.float32)
+    if out_or_delta.ndim == 3:
+        rows = jnp.einsum("btnd,btnd->bnt", out.astype(out_or_delta.dtype), out_grad.astype(out_or_delta.dtype))
+        lse_grad = (rows - out_or_delta).astype(jnp.float32)
     # Reshaped: to JAX a symbolic batch that one of its caches remembers is another one.
     dq, dk, dv, dbias = pull((out_grad.reshape(out.shape), lse_grad.reshape(lse.shape)))
     return (dq, dk, dv, dbias) if problem.bias_grad else (dq, dk, dv)
@@ -280,5 +280,5 @@ def backward_bytes_moved(problem: BackwardProblem) -> int:
     p, bias_grad = of_mean_length(problem), problem.bias_grad
     queries, keys = p.batch * p.q_tokens * p.q_heads, p.batch * p.kv_tokens * p.kv_heads
     bias = p.q_heads * p.q_tokens * p.kv_tokens * itemsize_of(p.bias) if p.bias != "none" else 0
-    columns = 2 * (queries + keys) * p.head_dim + (queries + 2 * keys) * p.v_dim
-    return columns * itemsize_of(p.dtype) + 8 * queries + bias * (1 + bias_grad)
+    columns = 2 * (queries + keys) * (p.head_dim + p.v_dim)
+    return columns * itemsize_of(p.dtype) + 4 * queries + bias * (1 + bias_grad)

@@ -47,6 +47,7 @@ def test_it_makes_delta_lse_and_zeros(head_dim, config):
         ({"deterministic": True}, False),  # dq is stored before it is added to
         ({"head_dim": 120}, False),  # heads that are padded
         ({"v_head_dim": 64}, False),
+        ({"sinks": True}, False),
     ],
     ids=str,
 )

@@ -119,6 +119,11 @@ MASKS: dict[str, tuple[Shape, dict[str, Any]]] = {
     "segments in any order": (EQUAL, {"q_segment_ids": MIXED_IDS}),
     "segments of keys of their own": (LONGER, {"q_segment_ids": IDS, "kv_segment_ids": KEY_IDS}),
     "segments, window, lengths": (EQUAL, {"q_segment_ids": IDS, "window": (2, 1), "q_lengths": [6, 7], "kv_lengths": [5, 7]}),
+    "segments, lengths out of range, causal": (
+        EQUAL,
+        {"q_segment_ids": IDS, "causal": True, "q_lengths": [100, 6], "kv_lengths": [7, 90]},
+    ),
+    "segments, lengths of keys": (EQUAL, {"q_segment_ids": IDS, "causal": True, "kv_lengths": [5, 7]}),
     "mask of rows and keys": (LONGER, {"mask": dots("xxxxxxxxx ......... x.x.x.x.x ........x x........ xxx...xxx .xxxxxxxx")}),
     "mask of keys": (LONGER, {"mask": dots("xx.xxx..x")}),
     "mask of rows": (LONGER, {"mask": dots("x x . x . . x")}),

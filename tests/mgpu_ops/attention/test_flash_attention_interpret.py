@@ -111,10 +111,10 @@ def assert_backward(
     wanted.pop("sinks", None)
     lse = np.where(np.isneginf(wanted["lse"]), np.inf, wanted["lse"])
     if lse_grad is None:
-        of_rows = jnp.asarray(wanted["out"], q.dtype)
+        out_or_delta = jnp.asarray(wanted["out"], q.dtype)
     else:  # delta
-        of_rows = jnp.asarray(np.einsum("btnd,btnd->bnt", wanted["out"], float64(out_grad)) - lse_grad, jnp.float32)
-    given = *padding((q, k, v)), out_grad, jnp.asarray(lse, jnp.float32), of_rows, *rest
+        out_or_delta = jnp.asarray(np.einsum("btnd,btnd->bnt", wanted["out"], float64(out_grad)) - lse_grad, jnp.float32)
+    given = *padding((q, k, v)), out_grad, jnp.asarray(lse, jnp.float32), out_or_delta, *rest
     found = interpreted(BACKWARD, problem, config, given)
     assert not engine.races_found()
     names = ["q", "k", "v", "bias"] if problem.bias_grad else ["q", "k", "v"]

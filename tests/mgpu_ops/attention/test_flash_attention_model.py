@@ -230,6 +230,7 @@ MHA64 = BackwardProblem(32, 512, 512, 12, 12, 64)
         ({"lengths": True, "kv_tokens": 256, "causal": True}, 1),
         ({"segments": True}, 1),
         ({"kv_heads": 4}, 1),
+        ({"batch": 2, "q_heads": 16, "kv_heads": 2}, 1),  # in parts with one query head each
         ({"deterministic": True}, 1),
         ({"head_dim": 128}, 1),
     ],

@@ -245,6 +245,15 @@ def test_places_for_kv_blocks_and_handing_them_out_leave_the_loops_as_they_are(h
     assert re.search("s{24}W", found), found
 
 
+def test_ptxas_has_no_registers_for_two_places_with_lengths_and_q_blocks_together():
+    gpu, problem = aot.find("h200"), BACKWARD.Problem(4, 512, 512, 12, 12, 64, lengths=True)
+    config = BACKWARD.Config("fused", 128, 128, 3, 4, 24, "next", "together", kv_slots=2)
+    arrays = jax.eval_shape(lambda key: BACKWARD.inputs(problem, key), jax.random.key(0))
+    report = aot.compile_for(gpu, lambda *x: BACKWARD.run(problem, config, gpu, *x), *arrays)
+    assert "insufficient register resources" in report.serialized  # so `check` refuses it
+    assert BACKWARD.check(problem, config, gpu) is not None
+
+
 def _order(sass: str) -> str:
     """Products with 64 columns (s), with 128 (d), waits (W), exponentials (E), additions to dq (A), loads after a spill (L)."""
     found = re.findall(r"HGMMA\.64x64|HGMMA\.64x128|WARPGROUP\.DEPBAR|MUFU\.EX2|REDG|LDL", sass)
