@@ -12,7 +12,7 @@ from jax import lax
 from jax._src import core as _core
 from jax._src import mesh as _mesh
 from jax._src.sharding_impls import ShardingContext, SPMDAxisContext
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops.core import gpu
 from mgpu_ops.core.contexts import having
@@ -42,6 +42,14 @@ def mesh_of(arrays: Sequence[jax.Array]) -> jax.sharding.AbstractMesh:
 def explicit_axes(mesh: jax.sharding.AbstractMesh) -> tuple[str, ...]:
     """Those over which the arrays' types say how they are split."""
     return tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+
+
+def split_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    """x with its leading dimension split over explicit axes as that of `other` is; over other axes XLA splits it."""
+    sharding = jax.typeof(other).sharding
+    if not explicit_axes(sharding.mesh) or sharding.spec[0] is None:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(sharding.spec[0]))
 
 
 def all_axes() -> contextlib.AbstractContextManager[Any]:

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from mgpu_ops import flags, floats, integers, kv_cache
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import BIASES, MAX_ROWS, BackwardConfig, Config, Problem
+from mgpu_ops.core import mesh
 from mgpu_ops.registry import dispatch
 
 type Window = Sequence[int | None]
@@ -254,7 +255,7 @@ def _checked_lengths(
 ) -> tuple[jax.Array, jax.Array]:
     def one(name: str, lengths: Integers | None, x: Array) -> jax.Array:
         if lengths is None:
-            return _all_tokens(*x.shape[:2])
+            return mesh.split_as(_all_tokens(*x.shape[:2]), q)
         found = integers.array(name, lengths)
         found = found.reshape(1) if found.ndim == 0 and x.shape[0] == 1 else found
         _check_shape(name, found, x.shape[:1], "[batch]")

@@ -785,6 +785,17 @@ def assert_shards_are_true(
         assert_near(found, wanted[x], (1 if x == "out" else 2) * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("given", [{"kv_lengths": [9, 4, 5, 0]}, {"q_lengths": [3, 7, 5, 6]}], ids=["of keys", "of queries"])
+def test_lengths_of_one_side_beside_a_batch_split_over_explicit_axes(given, assert_near):
+    q, k, v = qkv(Shape(batch=4), "float32")
+    devices = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(devices):
+        q, k, v, lengths = (jax.device_put(x, PartitionSpec("x")) for x in (q, k, v, np.array(*given.values())))
+        out = jax.jit(lambda *x, lengths: flash_attention(*x, **dict.fromkeys(given, lengths)))(q, k, v, lengths=lengths)
+    assert jax.typeof(out).sharding.spec == PartitionSpec("x", None, None, None)
+    assert_near(out, cases.truth(q, k, v, **given)["out"], TOLERANCE["float32"])
+
+
 @pytest.mark.parametrize("name", cases_of(SHARDINGS, ["batch", "heads"]))
 def test_shard_map_and_its_gradients(name, assert_near):
     shape = Shape(batch=4, q_tokens=5, kv_tokens=6, q_heads=4, kv_heads=2, head_dim=4)
