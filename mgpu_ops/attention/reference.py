@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +46,17 @@ def forward(problem: Problem, q: jax.Array, k: jax.Array, v: jax.Array, *rest: j
     each = (number // p.kv_heads, number % p.kv_heads, by_head.reshape(count, *by_head.shape[2:]), keys, values)
     at_once = max(1, _CHUNK_BYTES // (row_bytes * p.q_tokens))
     known = isinstance(p.batch, int)  # a symbolic number cannot be cut into chunks
-    out, lse = lax.map(of_head, each, batch_size=min(at_once, count) if known else None)
+    out, lse = _mapped(of_head, each, at_once, count) if known else lax.map(of_head, each)
     out = out.reshape(p.batch, p.kv_heads, p.q_tokens, group, p.v_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(*q.shape[:3], p.v_dim), lse.reshape(p.batch, p.q_heads, p.q_tokens)
+
+
+def _mapped(f: Callable[[Any], Any], each: Any, at_once: int, count: int) -> Any:
+    """f of each of `count`, `at_once` at a time.
+
+    One iteration is no loop: of one within the other, partitioned over CPUs, XLA's passes did not end.
+    """
+    return jax.vmap(f)(each) if at_once >= count else lax.map(f, each, batch_size=at_once)
 
 
 def _gather_pages(pool: jax.Array, table: jax.Array) -> jax.Array:
@@ -86,7 +95,7 @@ class _KvHead:
 
         starts = jnp.arange(self.chunks) * self.rows
         by_chunk = _pad_rows(q, 0, self.chunks * self.rows).reshape(self.chunks, self.rows, *q.shape[1:])
-        out, lse = lax.map(chunk, (starts, by_chunk))
+        out, lse = _mapped(chunk, (starts, by_chunk), 1, self.chunks)
         p, group = self.problem, q.shape[1]
         return out.reshape(-1, group, p.v_dim)[: p.q_tokens], lse.reshape(-1, group)[: p.q_tokens].T
 

@@ -796,6 +796,19 @@ def test_lengths_of_one_side_beside_a_batch_split_over_explicit_axes(given, asse
     assert_near(out, cases.truth(q, k, v, **given)["out"], TOLERANCE["float32"])
 
 
+def test_gradients_where_xla_splits_the_batch(assert_near):
+    arrays, out_grad = qkv(Shape(batch=4), "float32"), normal(7, *Shape(batch=4).out, dtype="float32")
+
+    @jax.jit
+    def gradients(*arrays: Any) -> Any:
+        return jax.vjp(functools.partial(flash_attention, causal=True), *arrays)[1](out_grad)
+
+    placed = [jax.device_put(x, jax.NamedSharding(mesh(x=2), X)) for x in arrays]
+    wanted = cases.truth(*arrays, causal=True, out_grad=out_grad)
+    for found, name in zip(gradients(*placed), ["q", "k", "v"], strict=True):
+        assert_near(found, wanted[name], 2 * TOLERANCE["float32"])
+
+
 @pytest.mark.parametrize("name", cases_of(SHARDINGS, ["batch", "heads"]))
 def test_shard_map_and_its_gradients(name, assert_near):
     shape = Shape(batch=4, q_tokens=5, kv_tokens=6, q_heads=4, kv_heads=2, head_dim=4)
