@@ -272,9 +272,8 @@ class Refs(BackwardRefs):
     # int32 for each batch entry, q block and query head: whose turn at dq it is. None: they take no turns.
     turns: Any = None
     numbers: Any = None  # `turn_numbers`
-    counter: Any = (
-        None  # int32, the first of it, where kv blocks are handed out to free thread blocks: `schedule` is their order
-    )
+    # int32, the first of it, where kv blocks are handed out as thread blocks become free: `schedule` is their order.
+    counter: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ def _mapped(f: Callable[[Any], Any], each: Any, at_once: int, count: int) -> Any
 
     One iteration is no loop: of one within the other, partitioned over CPUs, XLA's passes did not end.
     """
-    return jax.vmap(f)(each) if at_once >= count else lax.map(f, each, batch_size=at_once)
+    return jax.vmap(f)(each) if at_once >= count else lax.map(f, each, batch_size=at_once if at_once > 1 else None)
 
 
 def _gather_pages(pool: jax.Array, table: jax.Array) -> jax.Array:
