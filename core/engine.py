@@ -349,6 +349,7 @@ def kernel(
     out_type: Any,
     scratch_types: Mapping[str, Any],
     equal_over: tuple[str, ...] = (),
+    constant: tuple[int, ...] = (),
 ) -> Callable[..., Any]:
     """A function of arrays that runs `body(*input_refs, *output_refs, **scratch)` as one GPU kernel.
 
@@ -358,6 +359,8 @@ def kernel(
       out_type: shape and dtype of the outputs (a pytree of `jax.ShapeDtypeStruct`).
       scratch_types: the buffers and barriers of a block by name; of a `ScratchType` the body gets the handle.
       equal_over: mesh axes over whose devices the outputs are equal although the inputs differ. The kernel guarantees it.
+      constant: numbers of outputs that depend on no input, as zeros for another kernel to add to: only of such an array can a
+        `jax.new_ref` be an input of a kernel inside `jax.shard_map`.
 
     A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered. One that would fault or race
     on a GPU although it compiles raises `inflight.InFlight` or `hazards.UnsafeKernel` when it is traced.
@@ -413,7 +416,9 @@ def kernel(
             outputs = run(*arrays)
         if inboxes:
             outputs = tuple(outputs[: -len(inboxes)]) if isinstance(out_type, tuple) else outputs[0]
-        return jax.tree.map(lambda out: same_mesh_axes(out, *values, but=equal_over)[0], outputs)
+        outputs, tree = jax.tree.flatten(outputs)
+        typed = (x if i in constant else same_mesh_axes(x, *values, but=equal_over)[0] for i, x in enumerate(outputs))
+        return jax.tree.unflatten(tree, typed)
 
     return call
 

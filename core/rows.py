@@ -424,14 +424,12 @@ def _store_compiled(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
             mine = arith.cmpi(arith.CmpIPredicate.sge, offset, i32(0))
             if columns == 1:
                 mine = arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, column, i32(0)))
-                kept = [(0, values.registers.flat[half])]
-            else:
-                offset = arith.addi(offset, column)
-                kept = [(8 * n, values.registers.flat[2 * n + half]) for n in range(columns // 8)]
+                _store_global(values.registers.flat[half], mosaic.getelementptr(start, [offset], element), mine)
+                continue
+            first = mosaic.getelementptr(start, [arith.addi(offset, column)], element)
             with mosaic.when(mine):
-                first = mosaic.getelementptr(start, [offset], element)
-                for further, register in kept:
-                    _store_global(register, mosaic.getelementptr(first, [further], element))
+                for n in range(columns // 8):
+                    _store_global(values.registers.flat[2 * n + half], mosaic.getelementptr(first, [8 * n], element))
 
     store(laid_out(values, layouts[0]), laid_out(offsets, layouts[1]), dst)
 
@@ -455,9 +453,14 @@ def _load_compiled(src: Any, offsets: jax.Array) -> jax.Array:
     return loaded
 
 
-def _store_global(register: Any, pointer: Any) -> None:
-    """Stores a vector of 32 or 64 bits."""
+def _store_global(register: Any, pointer: Any, mine: Any = None) -> None:
+    """Stores a vector of 32 or 64 bits; where `mine`, if given: a branch in its place would make ptxas wait for products."""
     kind = ir.VectorType(register.type)
     bits = kind.shape[0] * mosaic.bitwidth(kind.element_type)
     word = mosaic.bitcast(register, ir.IntegerType.get_signless(bits))
-    mosaic.inline_ptx(f"st.global.b{bits} [$0], $1;", pointer, word, has_side_effects=True)
+    if mine is None:
+        mosaic.inline_ptx(f"st.global.b{bits} [$0], $1;", pointer, word, has_side_effects=True)
+        return
+    mine = arith.extui(ir.IntegerType.get_signless(32), mine)
+    text = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b{bits} [$0], $1; }}"
+    mosaic.inline_ptx(text, pointer, word, mine, has_side_effects=True)

@@ -6,7 +6,7 @@ Two modes (`BackwardConfig.mode`):
   memory, so that the order of the sums in dq varies from run to run, unless thread blocks take turns (`backward_ahead.py`).
 - "split": the dk/dv kernel, and one for dq alone (`backward_dq.py`): seven products, all sums always in one order.
 
-Ahead of "fused" a kernel makes what dk/dv reads of each row (`backward_prepare.py`), where `prepares_rows`; elsewhere XLA does.
+Ahead of both a kernel makes what they read of each row (`backward_prepare.py`).
 
 Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608); PTX ISA (wgmma, cp.reduce.async.bulk.tensor).
 """
@@ -17,7 +17,7 @@ import dataclasses
 
 import jax
 
-from mgpu_ops.attention import backward_dkdv, backward_dq, backward_round
+from mgpu_ops.attention import backward_dkdv, backward_dq, backward_prepare, backward_round
 from mgpu_ops.attention.heads import backward_dim
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.launch import BackwardArrays, pad_head
@@ -38,9 +38,10 @@ def launch(
     inputs = Inputs.of(p, arrays[6:])
     inputs = dataclasses.replace(inputs, sinks=None)  # they are in lse, and a key without a value adds nothing
     given = BackwardArrays(q, k, v, out_grad, arrays[4], arrays[5], inputs)
-    dq, dk, dv, dbias = backward_dkdv.launch(p, c, gpu, given, interpret)
+    prepared = backward_prepare.prepare(p, c, given, interpret)
+    dq, dk, dv, dbias = backward_dkdv.launch(p, c, gpu, given, prepared, interpret)
     if dq is None:
-        dq = backward_dq.launch(p, c, gpu, given, interpret)
+        dq = backward_dq.launch(p, c, gpu, given, prepared, interpret)
     gradients = dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_dim]
     return gradients if dbias is None else (*gradients, dbias)
 
@@ -56,6 +57,7 @@ def launch_joined(
     """As `launch`, the gradient of what q, k and v were taken from and rotated, [batch, tokens, all heads, head_dim]."""
     q, k, v, out_grad, lse, out_or_delta, *options = arrays
     given = BackwardArrays(q, k, v, out_grad, lse, out_or_delta, Inputs.of(p, tuple(options)))
-    dq, dk, dv, _ = backward_dkdv.launch(p, c, gpu, given, interpret, as_tiles=True)
+    prepared = backward_prepare.prepare(p, c, given, interpret)
+    dq, dk, dv, _ = backward_dkdv.launch(p, c, gpu, given, prepared, interpret, as_tiles=True)
     assert dq is not None
     return backward_round.launch_joined(p, dq, dk, dv, given.inputs.options, turned, interpret)

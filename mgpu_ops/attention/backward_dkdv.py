@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention import backward_ahead, backward_narrow, backward_prepare, backward_round, backward_wide
+from mgpu_ops.attention import backward_ahead, backward_narrow, backward_round, backward_wide
 from mgpu_ops.attention.backward_block import (
     CONSUMERS,
     Refs,
@@ -33,6 +33,7 @@ from mgpu_ops.attention.backward_block import (
     schedule,
     turn_numbers,
 )
+from mgpu_ops.attention.backward_prepare import Prepared
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -49,14 +50,20 @@ from mgpu_ops.attention.launch import (
     specialize,
     swizzled,
 )
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, backward_blocks, hands_out, prepares_rows
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, backward_blocks, hands_out
 from mgpu_ops.core import dynamic_scheduler, engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 
 
 def launch(
-    p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool, as_tiles: bool = False
+    p: BackwardProblem,
+    c: BackwardConfig,
+    gpu: Gpu,
+    arrays: BackwardArrays,
+    prepared: Prepared,
+    interpret: bool,
+    as_tiles: bool = False,
 ) -> tuple[Any, jax.Array, jax.Array, jax.Array | None]:
     """dq in mode "fused", else None; dk; dv; the gradient of the bias, or None.
 
@@ -67,10 +74,7 @@ def launch(
     tiles, rows = math.ceil(p.kv_tokens / c.tile_kv), math.ceil(p.q_tokens / c.tile_q) * c.tile_q
     by_rows = p.batch, rows, p.q_heads, p.head_dim
     shape_of_dq = backward_round.tiles_shape(p, rows) if c.dq_step == "next" else by_rows
-    prepared: Any = None
-    if arrays.out is not None and arrays.out.shape[3] == p.head_dim and prepares_rows(p, c):
-        prepared = backward_prepare.launch(p, c, arrays, (1, *shape_of_dq), interpret)
-    lse, delta = prepared[:2] if prepared is not None else arrays.stats(c.tile_q, backward_prepare.sign_of_delta(c))
+    delta = prepared.delta
     blocks = backward_blocks(p, p.batch * p.kv_heads * tiles, gpu)
     if in_turns(p, c) and not dealt(p):  # all of them have to be on the GPU at one time
         blocks = min(gpu.sms, blocks)
@@ -88,8 +92,8 @@ def launch(
         if in_turns(p, c) and not interpret:  # who has the first turn at a tile stores it
             dq_type = jax.ShapeDtypeStruct((1, *shape_of_dq), jnp.float32)
         else:
-            if prepared is not None:
-                zeros = prepared.zeros
+            if prepared.zeros is not None:
+                zeros = prepared.zeros.reshape(1, *shape_of_dq)
             else:  # after delta, or XLA would write the zeros of all layers at the program's start, and keep them
                 zeros, delta = lax.optimization_barrier((jnp.zeros((), jnp.float32), delta))
             dq = jax.new_ref(jnp.broadcast_to(zeros, (tiles if interpret else 1, *shape_of_dq)))
@@ -116,14 +120,14 @@ def launch(
         k=as_rows(arrays.k),
         v=as_rows(arrays.v),
         out_grad=as_blocks(arrays.out_grad, c.tile_q, p),
-        lse=lse,
+        lse=prepared.lse,
         delta=delta,
         optional=optional,
         dq=dq,
         dbias=dbias,
         turns=turns,
         numbers=numbers,
-        counter=jax.new_ref(prepared.counter if prepared is not None else jnp.zeros(1, jnp.int32)) if handed_out else None,
+        counter=jax.new_ref(jnp.zeros(1, jnp.int32) if prepared.counter is None else prepared.counter) if handed_out else None,
     )
     gradient = jax.ShapeDtypeStruct((p.batch, p.kv_tokens, p.kv_heads, p.head_dim), p.dtype)
     out_type = rows_like(gradient), rows_like(gradient), *([] if dq_type is None else [dq_type])

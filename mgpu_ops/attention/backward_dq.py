@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.backward_block import waves
+from mgpu_ops.attention.backward_prepare import Prepared
 from mgpu_ops.attention.heads import Part, whole
 from mgpu_ops.attention.launch import (
     BackwardArrays,
@@ -247,7 +248,9 @@ class _Consumer:
             store_rows(staging, block.dq, row, end, at.head * p.head_dim + block.part.column(panel))
 
 
-def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, interpret: bool) -> jax.Array:
+def launch(
+    p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArrays, prepared: Prepared, interpret: bool
+) -> jax.Array:
     """dq of padded head_dim."""
     part, k_stages, v_stages = whole(p.head_dim), dq_steps(p), dq_value_steps(p)
     blocks = backward_blocks(p, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q), gpu)
@@ -280,15 +283,14 @@ def launch(p: BackwardProblem, c: BackwardConfig, gpu: Gpu, arrays: BackwardArra
     if optional.share_bias:
         tiles, group = math.ceil(p.q_tokens / TILE_Q), p.q_heads // p.kv_heads
         table = tile_scheduler.entries_together(table, tiles, p.batch, p.q_heads, group)
-    lse, delta = arrays.stats(TILE_Q)
     refs = BackwardRefs(
         schedule=table,
         q=as_rows(arrays.q),
         k=as_blocks(arrays.k, TILE_KV, p),
         v=as_rows(arrays.v),
         out_grad=as_rows(arrays.out_grad),
-        lse=lse,
-        delta=delta,
+        lse=prepared.lse,
+        delta=prepared.delta,
         optional=optional,
     )
     (dq,) = run(body, "mgpu_ops_flash_attention_dq", len(table), spec, refs, (rows_like(arrays.q),), interpret, 3 / 7)

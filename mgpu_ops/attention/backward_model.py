@@ -33,7 +33,6 @@ from mgpu_ops.attention.problem import (
     check_backward,
     check_second_slot,
     hands_out,
-    prepares_rows,
     supports_backward,
 )
 from mgpu_ops.core import rates
@@ -192,7 +191,8 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     padding = _PADS + 2 * moved / hbm(gpu) if d != p.head_dim else 0.0
     if c.group_splits > 1:
         padding += _ADDS + 2 * (c.group_splits + 1) * p.batch * p.kv_tokens * p.kv_heads * d * size / hbm(gpu)
-    starts = _STARTS[c.mode] - _PREPARED * prepares_rows(p, c)
+    prepared = c.mode == "fused" and not (p.deterministic or p.sinks)  # elsewhere the kernel saves less
+    starts = _STARTS[c.mode] - _PREPARED * prepared
     return starts + max(work, moved / hbm(gpu)) + _COPIED * copied / hbm(gpu) + padding
 
 

@@ -45,7 +45,7 @@ from mgpu_ops.attention.launch import (
     specialize,
     with_room,
 )
-from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, load_tile, opaque
+from mgpu_ops.attention.layouts import PER_ROW, along_rows, load_per_column, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockOrder, BlockRange, MaskTerms, kv_blocks, some_see_nothing
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position, Stage, columns_of
 from mgpu_ops.attention.problem import ROWS, Config, Problem, bias_steps, deals_tiles, masks_all, output_tiles
@@ -54,7 +54,7 @@ from mgpu_ops.attention.softmax import THRESHOLD, OnlineSoftmax, Scores
 from mgpu_ops.core import engine, fragments, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
-from mgpu_ops.core.rows import store_rows
+from mgpu_ops.core.rows import store_rows, store_scattered
 from mgpu_ops.core.tile_scheduler import Int
 from mgpu_ops.core.turns import Turns
 
@@ -100,7 +100,7 @@ class _ThreadBlock:
     x: Operands
     tiles: tile_scheduler.AssignedTiles | tile_scheduler.OwnTile
     out: Any  # as `rows.store_rows` takes it
-    lse: Any  # [batch, q_heads, rows]
+    lse: Any  # [batch, q_heads, q_tokens], or flat where tiles do not divide tokens
     smem: dict[str, Any]
     q_pipeline: Pipeline
     k_pipeline: Pipeline
@@ -562,14 +562,21 @@ class _Rows:
         places = [(place, first, width) for place, (first, width) in zip(self.q, columns, strict=True) if first < stored]
         for place, first, width in places:
             place[...] = normalised[:, first : first + width]
-        block.smem["lse"][wg] = softmax.log_sum_exp()
+        by_copy = block.lse.ndim == 3
+        if by_copy:
+            block.smem["lse"][wg] = softmax.log_sum_exp()
         plgpu.commit_smem()  # TMA sees what was written
         start = at.batch * p.q_tokens
         for place, first, width in places:
             row, end = start + at.token, start + p.q_tokens
             column = columns_of(block.out, p.q_heads, at.head, p.v_dim, first)
             store_rows(place, block.out, row, end, column, p.v_dim % width != 0)
-        plgpu.copy_smem_to_gmem(block.smem["lse"].at[wg], block.lse.at[at.batch, at.head, pl.ds(at.token, ROWS)])
+        if by_copy:
+            plgpu.copy_smem_to_gmem(block.smem["lse"].at[wg], block.lse.at[at.batch, at.head, pl.ds(at.token, ROWS)])
+        else:
+            token = at.token + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
+            place = (at.batch * p.q_heads + at.head) * p.q_tokens + token
+            store_scattered(softmax.log_sum_exp(), block.lse, jnp.where(token < p.q_tokens, place, -1))
 
 
 def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
@@ -618,8 +625,16 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         schedule = tile_scheduler.entries_together(schedule, tiles, p.batch, p.q_heads, p.q_heads // p.kv_heads)
     refs = _Refs(schedule, as_rows(q), as_rows(k), as_blocks(v, c.tile_kv, p), optional)
     out_like = jax.ShapeDtypeStruct((*q.shape[:3], v_dim if has_room(p.q_heads, v_dim) else v_d), q.dtype)
-    out_type = rows_like(out_like), jax.ShapeDtypeStruct((p.batch, p.q_heads, tiles * tile_q), jnp.float32)
+    # A copy ends where a tile does; where tokens do not, each row is stored by itself.
+    rows = p.batch, p.q_heads, p.q_tokens
+    lse_like = jax.ShapeDtypeStruct(rows if p.q_tokens % tile_q == 0 else (math.prod(rows),), jnp.float32)
     out, lse = run(
-        body, "mgpu_ops_flash_attention", blocks if schedule is None else len(schedule), spec, refs, out_type, interpret
+        body,
+        "mgpu_ops_flash_attention",
+        blocks if schedule is None else len(schedule),
+        spec,
+        refs,
+        (rows_like(out_like), lse_like),
+        interpret,
     )
-    return out.reshape(out_like.shape)[..., :v_dim], lse[:, :, : p.q_tokens]
+    return out.reshape(out_like.shape)[..., :v_dim], lse.reshape(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,10 +12,9 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.heads import PANEL, Part
-from mgpu_ops.attention.inputs import LOG2E, Inputs
+from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.operands import OptionalRefs
 from mgpu_ops.attention.problem import BackwardConfig, Config, Problem
-from mgpu_ops.attention.reference import delta_of
 from mgpu_ops.core import engine, limits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import rows_view
@@ -136,11 +134,6 @@ class BackwardArrays:
     def out(self) -> jax.Array | None:
         """The output, where delta is not given."""
         return self.out_or_delta if self.out_or_delta.ndim == 4 else None
-
-    def stats(self, tile: int, sign: float = 1.0) -> tuple[jax.Array, jax.Array]:
-        """lse times log2(e), as exponentials are powers of two, and delta times sign, up to whole tiles; through XLA."""
-        delta = self.out_or_delta if self.out is None else delta_of(self.out, self.out_grad[..., : self.out.shape[3]], self.lse)
-        return pad_tokens(self.lse * LOG2E, tile, math.inf), pad_tokens(delta * sign, tile)
 
 
 def rows_like(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

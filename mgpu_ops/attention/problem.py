@@ -615,15 +615,6 @@ def check_second_slot(p: BackwardProblem, c: BackwardConfig) -> str | None:
     return None
 
 
-def prepares_rows(p: BackwardProblem, c: BackwardConfig) -> bool:
-    """Whether one kernel makes delta, zeros for dq and what else the dk/dv kernel reads of each row, where the output is given.
-
-    Its tiles divide rows and columns, and dq is added to zeros. With sinks, whose gradient needs delta, XLA makes that.
-    """
-    divides = p.q_tokens % c.tile_q == 0 and p.head_dim in (ROWS, 2 * ROWS)
-    return divides and p.v_dim == p.head_dim and c.mode == "fused" and not (p.deterministic or p.sinks)
-
-
 def dq_steps(problem: BackwardProblem) -> int:
     """Stages of the dq kernel's pipeline of keys."""
     return 1 if rounded(problem.head_dim) > 128 and problem.bias != "none" else 2

@@ -262,7 +262,7 @@ def _order(sass: str) -> str:
 
 
 def gradients_of(problem: Any) -> list[collections.Counter[tuple[int, int]]]:
-    """How many products of which (columns, depth) each backward kernel has. Their loops do not spill."""
+    """How many products of which (columns, depth) each backward kernel has that multiplies. Their loops do not spill."""
     gpu = aot.find("h200")
     config = BACKWARD.default(problem, gpu)
     arrays = jax.eval_shape(lambda key: BACKWARD.inputs(problem, key), jax.random.key(0))
@@ -272,6 +272,7 @@ def gradients_of(problem: Any) -> list[collections.Counter[tuple[int, int]]]:
     return [
         collections.Counter((int(n), int(k)) for n, k in re.findall(r"HGMMA\.64x(\d+)x(\d+)\.F32", kernel.sass))
         for kernel in sorted(report.kernels, key=lambda kernel: kernel.name)
+        if "HGMMA" in kernel.sass
     ]
 
 
