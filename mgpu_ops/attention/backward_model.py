@@ -150,8 +150,12 @@ _KEYS_TILE = 2.4e-6  # s of an output tile of dk and dv beside its steps,
 _SECOND_SLOT, _HANDED_OUT = 1.3e-6, 1.1e-6
 _SECOND_SLOT_LOSS = 1.03  # of the kernel's time, where `_kv_slots` has one: up to that there
 _ROWS_TILE = 6.9e-6  # likewise of dq
-_STARTS = {"fused": 8.2e-6, "split": 7.2e-6}  # s of the kernels, with those that make delta and convert dq
-_PREPARED = 2.3e-6  # s less where `prepares_rows` (results/2026-11-29-h200-flash_attention-backward-prepare.jsonl)
+# s of the kernels, with those that make delta and convert dq; by whether head dims are above 128
+# (results/2026-11-29-h200-flash_attention-backward-drawn.jsonl)
+_STARTS = {("fused", False): 8.2e-6, ("split", False): 7.2e-6, ("split", True): 2.6e-6}
+# s less where a kernel prepares rows and zeros, and where head dims lie between 64 and 128
+# (results/2026-11-29-h200-flash_attention-backward-prepare.jsonl, -drawn.jsonl)
+_PREPARED, _PREPARED_BETWEEN = 2.3e-6, 3.8e-6
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
 _ADDS = 3.5e-6  # s of the kernels that add up dk and dv of a group's parts, beside their bytes
 _FULL = 4  # times as many kv blocks as SMs: more are shared out evenly
@@ -191,8 +195,8 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     padding = _PADS + 2 * moved / hbm(gpu) if d != p.head_dim else 0.0
     if c.group_splits > 1:
         padding += _ADDS + 2 * (c.group_splits + 1) * p.batch * p.kv_tokens * p.kv_heads * d * size / hbm(gpu)
-    prepared = c.mode == "fused" and not (p.deterministic or p.sinks)  # elsewhere the kernel saves less
-    starts = _STARTS[c.mode] - _PREPARED * prepared
+    prepared = c.mode == "fused" and not (p.deterministic or p.sinks)
+    starts = _STARTS[c.mode, d > 128] - (_PREPARED_BETWEEN if 64 < p.head_dim < 128 else _PREPARED) * prepared
     return starts + max(work, moved / hbm(gpu)) + _COPIED * copied / hbm(gpu) + padding
 
 

@@ -204,5 +204,8 @@ def test_random_problems_are_at_most_twice_as_far_from_float32_as_xla_in_16_bits
         wanted = pulled(of_xla, qkv.astype(F32), *turned)
     for kernels, xlas, exact in zip(found, pulled(of_xla, qkv, *turned), wanted, strict=True):
         kernels_error, xlas_error = (np.abs(np.float64(x) - np.float64(exact)) for x in (kernels, xlas))
-        assert kernels_error.max() < 2 * xlas_error.max()
-        assert np.sqrt((kernels_error**2).mean()) < 2 * np.sqrt((xlas_error**2).mean())
+        assert np.sqrt((kernels_error**2).mean()) < 1.2 * np.sqrt((xlas_error**2).mean())
+        # The largest error is that of one element, of which rounding to 16 bits is up to half a step, for XLA's luckily none.
+        worst = np.float64(exact).flat[kernels_error.argmax()]
+        half_a_step = float(jnp.finfo(BF16).eps) / 2 * 2.0 ** np.floor(np.log2(np.abs(worst)))
+        assert kernels_error.max() < 2 * xlas_error.max() + half_a_step
