@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops.core import aot, engine
 from tests.arrays import normal
@@ -106,6 +108,35 @@ def test_interpreter_works_again_after_a_kernel_failed_in_it_and_a_reset():
         interpreted(reads_beyond_its_array)(jnp.zeros(128, jnp.int32)).block_until_ready()
     engine.reset_interpreter()
     np.testing.assert_array_equal(handover(ordered=True)(), np.full(128, 8))
+
+
+def test_another_kernel_adds_to_a_constant_output_inside_shard_map():
+    """On one device. Any other output varies over the mesh, and JAX refuses refs of arrays that do."""
+
+    def makes_zeros(x_ref: Any, copy_ref: Any, zeros_ref: Any) -> None:
+        copy_ref[...] = x_ref[...]
+        zeros_ref[...] = jnp.zeros(128, jnp.int32)
+
+    def adds(sum_ref: Any, x_ref: Any, copy_ref: Any) -> None:
+        sum_ref[...] = sum_ref[...] + x_ref[...]
+        copy_ref[...] = x_ref[...]
+
+    def first(constant: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        launch = engine.Launch("test", {"block": 1}, warpgroups=1, interpret=True)
+        return engine.kernel(makes_zeros, launch, out_type=(INT32, INT32), scratch_types={}, constant=constant)(x)
+
+    def both(constant: tuple[int, ...], x: jax.Array) -> jax.Array:
+        copy, zeros = first(constant, x)
+        total = jax.new_ref(zeros)
+        copy = interpreted(adds)(total, copy)
+        return engine.frozen(total, copy)
+
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    x, spec = jnp.arange(128, dtype=jnp.int32), PartitionSpec("d")
+    run = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    np.testing.assert_array_equal(jax.jit(run(functools.partial(both, (1,))))(x), x)
+    with pytest.raises(ValueError, match="does not support Refs with varying"):
+        jax.jit(run(functools.partial(both, ())))(x)
 
 
 FEW_THREADS = """
