@@ -89,7 +89,8 @@ def test_a_call_without_an_entry_gains_what_the_kernel_gains_where_it_is_expecte
         ("flash_attention_backward", "drawn", 0.99, 1.17),
         ("flash_attention_backward", "head dim 128", 1.07, 1.11),
         ("flash_attention_backward", "long", 0.99, 1.10),
-        ("flash_attention_backward", "suite anywhere", 0.98, 1.13),  # none of these is fitted to
+        ("flash_attention_backward", "close to cuDNN", 0.87, 1.11),  # one of them is 13 % behind
+        ("flash_attention_backward", "suite anywhere", 0.98, 1.13),  # no constant is fitted to these
     ],
 )
 def test_a_call_without_an_entry_does_not_lose_to_the_baseline(op: str, source: str, least: float, mean: float) -> None:

@@ -6,7 +6,7 @@ Two modes (`BackwardConfig.mode`):
   memory, so that the order of the sums in dq varies from run to run, unless thread blocks take turns (`backward_ahead.py`).
 - "split": the dk/dv kernel, and one for dq alone (`backward_dq.py`): seven products, all sums always in one order.
 
-Ahead of both a kernel makes what they read of each row (`backward_prepare.py`).
+Ahead of both one more kernel makes what they read of each row, or XLA does (`backward_prepare.prepare`).
 
 Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608); PTX ISA (wgmma, cp.reduce.async.bulk.tensor).
 """

@@ -40,23 +40,31 @@ from mgpu_ops.attention.launch import (
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, kv_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, backward_blocks, dq_steps, dq_value_steps
+from mgpu_ops.attention.problem import (
+    DQ_TILE_KV,
+    DQ_TILE_Q,
+    ROWS,
+    BackwardConfig,
+    BackwardProblem,
+    backward_blocks,
+    dq_steps,
+    dq_value_steps,
+)
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows
 
-CONSUMERS = 2
-TILE_Q, TILE_KV = CONSUMERS * ROWS, 64
-TILE = (ROWS, TILE_KV)  # of scores, of a consumer
+CONSUMERS = DQ_TILE_Q // ROWS
+TILE = (ROWS, DQ_TILE_KV)  # of scores, of a consumer
 TILE_COST = 4  # what a q block takes beside its kv blocks, in kv blocks
 
 
 @tile_scheduler.cached
 def _schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int, in_rounds: bool) -> np.ndarray:
     """Which thread block works on which q blocks."""
-    steps = kv_blocks(p, TILE_Q, TILE_KV)
+    steps = kv_blocks(p, DQ_TILE_Q, DQ_TILE_KV)
     return tile_scheduler.assign_heads(steps + TILE_COST, p.batch * p.q_heads, waves(c, blocks, sms), blocks, in_rounds)
 
 
@@ -97,7 +105,7 @@ class _ThreadBlock:
         tiles = tile_scheduler.AssignedTiles(self.refs.schedule, opaque(lax.axis_index("block")))
 
         def tile(i: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
-            return body(i, Position.of(number, self.p.q_tokens, self.p.q_heads, TILE_Q), step)
+            return body(i, Position.of(number, self.p.q_tokens, self.p.q_heads, DQ_TILE_Q), step)
 
         steps = tiles.for_each(tile, jnp.int32(0))
         return tiles.count, steps
@@ -106,11 +114,11 @@ class _ThreadBlock:
         self, at: Position, body: Callable[[jax.Array, jax.Array, bool], jax.Array], step: jax.Array
     ) -> jax.Array:
         """step = body(first key of the kv block, step, masked) for the kv blocks that a q block visits."""
-        order = BlockOrder.of(self.x.kv_range(at.batch, at.token, TILE_Q, TILE_KV))
-        if not self.p.masks(TILE_KV):  # one loop: a second one spills where head_dim is 256
+        order = BlockOrder.of(self.x.kv_range(at.batch, at.token, DQ_TILE_Q, DQ_TILE_KV))
+        if not self.p.masks(DQ_TILE_KV):  # one loop: a second one spills where head_dim is 256
             count = order.blocks.end - order.blocks.first
-            return lax.fori_loop(0, count, lambda j, s: body((order.blocks.end - 1 - j) * TILE_KV, s, False), step)
-        return order.for_each(lambda _, block, s, masked: body(block * TILE_KV, s, masked), step)
+            return lax.fori_loop(0, count, lambda j, s: body((order.blocks.end - 1 - j) * DQ_TILE_KV, s, False), step)
+        return order.for_each(lambda _, block, s, masked: body(block * DQ_TILE_KV, s, masked), step)
 
     def producer(self) -> None:
         """Loads each q block, then all its kv blocks, each as soon as a stage is empty. Consumers compute meanwhile."""
@@ -253,8 +261,8 @@ def launch(
 ) -> jax.Array:
     """dq of padded head_dim."""
     part, k_stages, v_stages = whole(p.head_dim), dq_steps(p), dq_value_steps(p)
-    blocks = backward_blocks(p, p.batch * p.q_heads * math.ceil(p.q_tokens / TILE_Q), gpu)
-    optional, smem = optional_refs(arrays.inputs, "kv", TILE_Q, TILE_KV, k_stages)
+    blocks = backward_blocks(p, p.batch * p.q_heads * math.ceil(p.q_tokens / DQ_TILE_Q), gpu)
+    optional, smem = optional_refs(arrays.inputs, "kv", DQ_TILE_Q, DQ_TILE_KV, k_stages)
 
     def body(refs: BackwardRefs, outputs: tuple[Any, ...], scratch: Scratch) -> None:
         (dq,) = outputs
@@ -266,11 +274,11 @@ def launch(
         consumers=CONSUMERS,
         accumulators=(TILE, TILE, (ROWS, p.head_dim)),
         smem={
-            "q": in_panels(part, (), TILE_Q, p.dtype),
-            "do": in_panels(part, (), TILE_Q, p.dtype),
-            "k": in_rows(part, (k_stages, TILE_KV), p.dtype),
-            "v": in_panels(part, (v_stages,), TILE_KV, p.dtype),
-            "numbers": plgpu.SMEM((CONSUMERS, TILE_KV), jnp.int32),
+            "q": in_panels(part, (), DQ_TILE_Q, p.dtype),
+            "do": in_panels(part, (), DQ_TILE_Q, p.dtype),
+            "k": in_rows(part, (k_stages, DQ_TILE_KV), p.dtype),
+            "v": in_panels(part, (v_stages,), DQ_TILE_KV, p.dtype),
+            "numbers": plgpu.SMEM((CONSUMERS, DQ_TILE_KV), jnp.int32),
             **smem,
         },
         barriers={
@@ -281,12 +289,12 @@ def launch(
     )
     table = _schedule(p, c, blocks, gpu.sms, comes_in_rounds(gpu, blocks))
     if optional.share_bias:
-        tiles, group = math.ceil(p.q_tokens / TILE_Q), p.q_heads // p.kv_heads
+        tiles, group = math.ceil(p.q_tokens / DQ_TILE_Q), p.q_heads // p.kv_heads
         table = tile_scheduler.entries_together(table, tiles, p.batch, p.q_heads, group)
     refs = BackwardRefs(
         schedule=table,
         q=as_rows(arrays.q),
-        k=as_blocks(arrays.k, TILE_KV, p),
+        k=as_blocks(arrays.k, DQ_TILE_KV, p),
         v=as_rows(arrays.v),
         out_grad=as_rows(arrays.out_grad),
         lse=prepared.lse,

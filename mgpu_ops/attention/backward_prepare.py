@@ -1,10 +1,10 @@
-"""The kernel ahead of the dk/dv kernel: what that one reads of each row, and zeros where it adds.
+"""The kernel ahead of those for dk, dv and dq: what these read of each row, and zeros for dq where it is added to.
 
     delta = sum over columns of output times its gradient, 0 for a row that sees nothing
     lse times log2(e), as exponentials are powers of two
 
 By XLA these are two kernels, zeros for dq a third, and a zero for the counter of tiles a copy: each takes some 2 us beside its
-bytes. A thread block makes the rows of one tile: 64 rows of one head, of any number of columns.
+bytes. A thread block makes the rows of one tile: 64 rows of one head.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.backward_block import in_turns
-from mgpu_ops.attention.heads import PANEL, whole
+from mgpu_ops.attention.heads import PANEL, has_room, whole
 from mgpu_ops.attention.inputs import LOG2E
-from mgpu_ops.attention.launch import BackwardArrays, as_rows, has_room, pad_tokens, swizzled
+from mgpu_ops.attention.launch import BackwardArrays, as_rows, pad_tokens, swizzled
 from mgpu_ops.attention.layouts import PER_ROW, load_tile
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
+from mgpu_ops.attention.operands import columns_of
+from mgpu_ops.attention.problem import DQ_TILE_Q, ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.reference import delta_of
 from mgpu_ops.core import engine, limits
-from mgpu_ops.core.rows import OfHead, load_rows, load_scattered
-from mgpu_ops.core.tile_scheduler import Int
+from mgpu_ops.core.rows import load_rows, load_scattered
 
 _SHARE = 0.05  # of the backward pass' time, about
 _COUNTERS = 4  # int32: TMA stores 16 bytes at least
@@ -51,7 +51,7 @@ def sign_of_delta(c: BackwardConfig) -> float:
 
 def prepare(p: BackwardProblem, c: BackwardConfig, arrays: BackwardArrays, interpret: bool) -> Prepared:
     """By the kernel; by XLA where delta is given, TMA cannot take the output's heads, or dq is stored before it is added to."""
-    tile = c.tile_q if c.mode == "fused" else 2 * ROWS  # the dq kernel's
+    tile = c.tile_q if c.mode == "fused" else DQ_TILE_Q
     rows = math.ceil(p.q_tokens / tile) * tile
     if arrays.out is not None and has_room(p.q_heads, arrays.out.shape[3]) and not in_turns(p, c):
         return _launch(p, c, arrays, arrays.out, rows, interpret)
@@ -69,7 +69,7 @@ def _launch(
     panels, of_zeros = math.ceil(columns / PANEL), whole(p.head_dim)
     tiles = p.batch * blocks * p.q_heads
 
-    def body(*refs: Any, here: Any, there: Any, stats: Any, zero: Any, none: Any, full: Any) -> None:
+    def body(*refs: Any, here: Any, there: Any, stats: Any, none: Any, full: Any, zero: Any = None) -> None:
         out, out_grad, lse, lse_out, delta_out, counter, *zeros_out = refs
         tile = lax.axis_index("tile")
         block, head = lax.div(tile, jnp.int32(p.q_heads)), lax.rem(tile, jnp.int32(p.q_heads))
@@ -77,7 +77,8 @@ def _launch(
         first, end = batch * p.q_tokens, (batch + 1) * p.q_tokens
         for src, place in (out, here), (out_grad, there):
             for panel in range(panels):
-                load_rows(src, first + token, end, _columns(src, p.q_heads, head, panel), place.at[panel], full)
+                column = columns_of(src, p.q_heads, head, panels * PANEL, panel * PANEL)
+                load_rows(src, first + token, end, column, place.at[panel], full)
         # While these come, zeros leave.
         none[...] = jnp.zeros(none.shape, jnp.int32)
         if zeros_out:
@@ -125,7 +126,7 @@ def _launch(
             "here": tile,
             "there": tile,
             "stats": plgpu.SMEM((2, ROWS), jnp.float32),
-            "zero": plgpu.SMEM((size_of_zero,), jnp.float32),
+            **({"zero": plgpu.SMEM((size_of_zero,), jnp.float32)} if zeros else {}),
             "none": plgpu.SMEM((limits.WARPGROUP,), jnp.int32),  # a number of each thread
             "full": plgpu.Barrier(num_arrivals=2 * panels),
         },
@@ -133,9 +134,3 @@ def _launch(
     )(as_rows(out), as_rows(arrays.out_grad), arrays.lse.reshape(-1))
     lse, delta, counter, *of_dq = found
     return Prepared(lse, delta, of_dq[0] if of_dq else None, counter)
-
-
-def _columns(rows: Any, heads: int, head: jax.Array, panel: int) -> Int | OfHead:
-    """Where a panel of a head begins in rows of heads; columns behind the head's end become zeros."""
-    size = rows.shape[-1] // heads
-    return head * size + panel * PANEL if size % PANEL == 0 else OfHead(head, panel * PANEL, size)

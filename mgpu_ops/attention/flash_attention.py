@@ -535,6 +535,6 @@ BACKWARD = OpSpec(
     tolerance=reference.backward_tolerance,
     baseline=cudnn.backward_baseline,
     baseline_cost=cudnn_model.backward_cost,
-    modelled_margin=1.0,  # where both are close, the kernel won 23 of 24 drawn problems, or lost at most 1 %
+    modelled_margin=1.0,  # of 24 drawn problems with both close the kernel won 20, and lost at most 1 % in 3, 13 % in one
     spills_outside_loops=backward_spills_outside_loops,
 )

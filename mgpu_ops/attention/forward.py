@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import Part, panels, parts, rounded, rounded_values, whole
+from mgpu_ops.attention.heads import Part, has_room, panels, parts, rounded, rounded_values, whole
 from mgpu_ops.attention.inputs import LOG2E, Inputs
 from mgpu_ops.attention.launch import (
     BlockSpec,
@@ -36,7 +36,6 @@ from mgpu_ops.attention.launch import (
     as_blocks,
     as_rows,
     comes_in_rounds,
-    has_room,
     in_panels,
     in_rows,
     optional_refs,

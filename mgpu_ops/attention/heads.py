@@ -75,6 +75,14 @@ def panels(found: tuple[Part, ...]) -> tuple[tuple[Part, int], ...]:
     return tuple((part, panel) for part in found for panel in range(part.panels))
 
 
+def has_room(heads: int, size: int) -> bool:
+    """Whether the kernels' copies can end with heads of `size` columns, where they compute more.
+
+    TMA takes heads of whole 16 bytes; and Pallas no block that is wider than a row.
+    """
+    return size % 8 == 0 and heads * size >= PANEL
+
+
 def rounded(head_dim: int) -> int:
     """The head dim that the forward kernel computes with: the next of `HEAD_DIMS`. (A larger one is refused: the last.)"""
     return next((d for d in HEAD_DIMS if d >= head_dim), HEAD_DIMS[-1])

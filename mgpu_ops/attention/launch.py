@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.attention.heads import PANEL, Part
+from mgpu_ops.attention.heads import PANEL, Part, has_room
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.operands import OptionalRefs
 from mgpu_ops.attention.problem import BackwardConfig, Config, Problem
@@ -159,22 +159,14 @@ def as_blocks(x: jax.Array, tile: int, problem: Problem) -> jax.Array:
 
 
 def with_room(x: jax.Array, head_dim: int) -> jax.Array:
-    """x itself where the kernel's copies can end with a head of fewer columns than it computes, else `pad_head(x)`.
-
-    TMA takes heads of whole 16 bytes; and Pallas no block that is wider than a row.
-    """
+    """x itself where the kernel's copies can end with a head of fewer columns than it computes, else `pad_head(x)`."""
     _, _, heads, size = x.shape
     return x if has_room(heads, size) else pad_head(x, head_dim)
 
 
-def has_room(heads: int, size: int) -> bool:
-    """Whether the kernels' copies can end with heads of `size` columns (`with_room`)."""
-    return size % 8 == 0 and heads * size >= PANEL
-
-
 def pad_head(x: jax.Array, head_dim: int) -> jax.Array:
     """x[..., dim] with zeros up to head_dim: they add nothing to any score, and columns to the output."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
+    return x if x.shape[-1] == head_dim else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, head_dim - x.shape[-1])])
 
 
 def pad_tokens(x: jax.Array, tile: int, value: float = 0) -> jax.Array:

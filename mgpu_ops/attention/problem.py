@@ -194,6 +194,7 @@ def backward_spills_outside_loops(config: BackwardConfig) -> int:
 # --- What can run ---------------------------------------------------------------------------------------------------
 
 ROWS = 64  # of a consumer warpgroup: one wgmma writes 64 rows
+DQ_TILE_Q, DQ_TILE_KV = 2 * ROWS, 64  # of the kernel for dq alone
 EIGHT_BIT_HEAD_DIMS = (64, 128, 256)  # of keys and values of 8 bits; of 16 bits: `heads.HEAD_DIMS`
 MAX_WINDOW_COLUMNS = 2**25 - 256  # a window's first column is written 64-fold where heads are no whole panels
 MAX_ROWS = 2**28 - 256  # a window's first row is written eightfold, in 32 bits (core/tma.py)
@@ -234,7 +235,7 @@ def supports(problem: Problem, gpu: Gpu) -> str | None:
         return f"q_heads={p.q_heads} of {rounded(p.head_dim)} are rows of more than {MAX_WINDOW_COLUMNS}: use backend='xla'"
     if p.q_heads * (columns := stored_columns(p.head_dim)) > MAX_SIZE:
         return f"q_heads={p.q_heads} of {columns} are rows of more than {MAX_SIZE}: split them, or use backend='xla'"
-    if p.batch * p.q_heads * -(-p.q_tokens // ROWS) > MAX_SIZE:
+    if p.batch * p.q_heads * p.q_tokens > MAX_SIZE:
         return f"{p.batch * p.q_heads} heads of {p.q_tokens} rows are more than the kernels count in 32 bits: split the batch"
     if max(p.window_left, p.window_right) > MAX_WINDOW:
         return f"a window of {max(p.window_left, p.window_right)} keys is more than {MAX_WINDOW}: leave it out"

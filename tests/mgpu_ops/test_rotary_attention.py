@@ -192,7 +192,7 @@ def test_error_names_the_value_the_rule_and_the_way_out(qkv, options, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(6))
-def test_random_problems_are_at_most_twice_as_far_from_float32_as_xla_in_16_bits(seed):
+def test_random_problems_are_about_as_near_to_float32_as_xla_in_16_bits(seed):
     rng = np.random.default_rng(seed)
     tokens, kv_heads = int(rng.integers(1, 1500)), 2 * int(rng.integers(1, 3))
     heads, batch = kv_heads * int(rng.integers(1, 5)), int(rng.integers(1, 4))
@@ -207,5 +207,5 @@ def test_random_problems_are_at_most_twice_as_far_from_float32_as_xla_in_16_bits
         assert np.sqrt((kernels_error**2).mean()) < 1.2 * np.sqrt((xlas_error**2).mean())
         # The largest error is that of one element, of which rounding to 16 bits is up to half a step, for XLA's luckily none.
         worst = np.float64(exact).flat[kernels_error.argmax()]
-        half_a_step = float(jnp.finfo(BF16).eps) / 2 * 2.0 ** np.floor(np.log2(np.abs(worst)))
+        half_a_step = float(jnp.finfo(BF16).eps) / 2 * 2.0 ** (np.frexp(worst)[1] - 1)
         assert kernels_error.max() < 2 * xlas_error.max() + half_a_step
