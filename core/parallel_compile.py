@@ -3,7 +3,7 @@
 XLA asks Mosaic for each kernel as it comes to it. Mosaic keeps what the process has compiled, by a kernel's hash; who asks
 for a kernel that is being compiled waits for it. So each kernel is compiled in a program of its own, the largest first, while
 XLA compiles the whole; neither Mosaic nor ptxas holds Python's lock. With enough cores all kernels of a program take as long as
-the largest of them.
+the largest of them. With fewer cores than kernels XLA may come to one just when a thread does: then both compile it.
 
 They begin together: Mosaic and XLA set LLVM's options for the whole process, so that each generates code only while the other
 does not. A program that XLA begins to compile while a kernel is being compiled waits for its end.
