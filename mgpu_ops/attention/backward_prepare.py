@@ -91,12 +91,12 @@ def _launch(
         row = token + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
         last = jnp.int32(p.q_tokens - 1)
         found = load_scattered(lse, (batch * p.q_heads + head) * p.q_tokens + jnp.minimum(row, last))
-        sees = (row <= last) & (found != math.inf)
+        found = jnp.where(row <= last, found, math.inf)
         plgpu.barrier_wait(full)
         both = [[load_tile(ref.at[panel]).astype(jnp.float32) for ref in (here, there)] for panel in range(panels)]
         delta = functools.reduce(operator.add, (x * y for x, y in both)).sum(1)
-        stats[0] = jnp.where(row <= last, found * LOG2E, math.inf)
-        stats[1] = jnp.where(sees, delta, 0.0) * sign_of_delta(c)
+        stats[0] = found * LOG2E
+        stats[1] = jnp.where(found == math.inf, 0.0, delta) * sign_of_delta(c)
         plgpu.commit_smem()
         rows_of_tile = pl.ds(token, ROWS)
         plgpu.copy_smem_to_gmem(stats.at[0], lse_out.at[batch, head, rows_of_tile])

@@ -37,7 +37,7 @@ class Position(NamedTuple):
 
 
 def columns_of(rows: Any, heads: int, head: Int, head_dim: int, first: int = 0) -> Int | OfHead:
-    """Where the columns of a head, from `first` on, lie in rows [..., heads * size]: `head_dim` is `size` or larger."""
+    """Where the columns of a head, from `first` on, lie in rows [..., heads * size], of which a kernel takes `head_dim`."""
     size = rows.shape[-1] // heads
     return head * size + first if size == head_dim else OfHead(head, first, size)
 
