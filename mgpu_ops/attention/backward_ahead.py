@@ -32,7 +32,7 @@ from mgpu_ops.attention.backward_block import SQUARE, KvBlock, ScoreTile, Thread
 from mgpu_ops.attention.heads import PANEL
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import opaque
-from mgpu_ops.attention.mask import BlockOrder, TurnOrder
+from mgpu_ops.attention.mask import BlockOrder, TurnOrder, is_one
 from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.core import engine, fragments
 from mgpu_ops.core.tile_scheduler import Int
@@ -83,7 +83,7 @@ class _Consumer:
     def _kv_block(self, kv: KvBlock, done: jax.Array) -> jax.Array:
         """Adds up dk and dv over all q blocks; the producer meanwhile loads what comes next."""
         block, order = self.block, kv.q_blocks
-        members, masks = block.group, block.p.masks(block.c.tile_kv)
+        members, masks = block.members(kv), block.p.masks(block.c.tile_kv)
         engine.barrier_arrive(self.together)  # the place of dS is free
 
         def visit(_: Int, nothing: None) -> None:
@@ -108,7 +108,7 @@ class _Consumer:
 
     def _visit(self, kv: KvBlock, masks: bool, done: jax.Array) -> None:
         """Adds to dk, dv and dq all q blocks, at least one."""
-        block, order, members = self.block, kv.q_blocks, self.block.group
+        block, order, members = self.block, kv.q_blocks, self.block.members(kv)
         # 1. The first q block, but for its dq and dk.
         last = self._first(kv, masks, done)
         # 2. The others, each with dq and dk of the one before: first those with a mask.
@@ -120,7 +120,7 @@ class _Consumer:
             if order.back:
                 last = self._visits(kv, True, jnp.maximum(unmasked, 1), order.count * members, last)
         else:
-            if masks or members > 1:
+            if masks or not is_one(members):
                 last = self._loop(kv, masks, 1, last)
             last = self._loop(kv, False, 0, last)
         # 3. dq and dk of the last one.
@@ -146,18 +146,18 @@ class _Consumer:
 
     def _loop(self, kv: KvBlock, masked: bool, first: int, last: _Last) -> _Last:
         """The q blocks with a mask of all heads of the group but for the `first` of the first head; or those without."""
-        order, members = kv.q_blocks, self.block.group
+        order, members = kv.q_blocks, self.block.members(kv)
         assert isinstance(order, BlockOrder)
         count, number = (order.masked, order.masked_block) if first else (order.unmasked, order.unmasked_block)
 
         def head(member: Int, last: _Last) -> _Last:
             step = functools.partial(self._step, kv, masked, member, number)
-            start: Int = first if members == 1 else jnp.where(member == 0, first, 0)
+            start: Int = first if is_one(members) else jnp.where(member == 0, first, 0)
             found: _Last = lax.fori_loop(start, count, step, last)
             return found
 
         # One loop in another: to divide a step's number by their count would take as long as some products.
-        return head(0, last) if members == 1 else lax.fori_loop(0, members, head, last)
+        return head(0, last) if is_one(members) else lax.fori_loop(0, members, head, last)
 
     def _visits(self, kv: KvBlock, masked: bool, start: Int, end: Int, last: _Last) -> _Last:
         """The visits [start, end) of a `TurnOrder`."""
@@ -166,7 +166,7 @@ class _Consumer:
         assert isinstance(order, TurnOrder)
 
         def visit(i: jax.Array, last: _Last) -> _Last:
-            member, q_block = order.visit(i, self.block.group)
+            member, q_block = order.visit(i, self.block.members(kv))
             return self._step(kv, masked, member, lambda _: q_block, i, last)
 
         found: _Last = lax.fori_loop(start, end, visit, last)
@@ -222,7 +222,7 @@ class _Consumer:
         """Waits for a q block of a head of the group: the tile of its scores, and the head's number."""
         plgpu.barrier_wait(self.block.q_pipeline.full.at[stage])
         row = q_block * self.block.c.tile_q
-        return ScoreTile(kv, self.wg, stage, 0, row, masked), kv.at.head * self.block.group + member
+        return ScoreTile(kv, self.wg, stage, 0, row, masked), self.block.query_head(kv, member)
 
     def _start_scores(self, tile: ScoreTile) -> None:
         """Starts S = k q^T."""

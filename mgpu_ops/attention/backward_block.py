@@ -58,8 +58,8 @@ def schedule(p: BackwardProblem, c: BackwardConfig, blocks: int, sms: int, in_ro
 
 
 def _steps(p: BackwardProblem, c: BackwardConfig) -> np.ndarray:
-    """How many steps each kv block of a head takes, lengths and segments apart."""
-    return q_blocks(p, c.tile_kv, c.tile_q) * (p.q_heads // p.kv_heads)
+    """How many steps each kv block of a head takes, lengths and segments apart; of the largest part of a group."""
+    return q_blocks(p, c.tile_kv, c.tile_q) * math.ceil(p.q_heads / p.kv_heads)
 
 
 def waves(c: BackwardConfig, blocks: int, sms: int) -> float:
@@ -354,8 +354,27 @@ class ThreadBlock:
 
     @property
     def group(self) -> int:
-        """How many query heads share a kv head."""
-        return self.p.q_heads // self.p.kv_heads
+        """How many query heads share a head of keys."""
+        return self.p.q_heads * self.c.group_splits // self.p.kv_heads
+
+    def members(self, kv: KvBlock) -> Int:
+        """How many query heads visit a kv block: those of its part of a group. Parts differ by one where they are not equal."""
+        if self.group % self.c.group_splits == 0:
+            return self.group // self.c.group_splits
+        part = lax.rem(kv.at.head, jnp.int32(self.c.group_splits))
+        return self._first_member(part + 1) - self._first_member(part)
+
+    def query_head(self, kv: KvBlock, member: Int) -> Int:
+        """The number of one of these."""
+        splits = jnp.int32(self.c.group_splits)
+        if self.group % self.c.group_splits == 0:
+            return kv.at.head * (self.group // self.c.group_splits) + member
+        return lax.div(kv.at.head, splits) * self.group + self._first_member(lax.rem(kv.at.head, splits)) + member
+
+    def _first_member(self, part: jax.Array) -> jax.Array:
+        """Of a part of a group."""
+        first: jax.Array = lax.div(part * self.group, jnp.int32(self.c.group_splits))
+        return first
 
     @property
     def tiles(self) -> tile_scheduler.AssignedTiles:
@@ -452,13 +471,13 @@ class ThreadBlock:
         self.kv_pipeline.fill(i, copy)
         if isinstance(kv.q_blocks, TurnOrder):
             return self._load_in_turns(kv, kv.q_blocks, step)
-        return kv.q_blocks.for_each(functools.partial(self._load_q_block, kv), step, members=self.group)
+        return kv.q_blocks.for_each(functools.partial(self._load_q_block, kv), step, members=self.members(kv))
 
     def _load_in_turns(self, kv: KvBlock, order: TurnOrder, step: jax.Array) -> jax.Array:
         def load(i: jax.Array, step: jax.Array) -> jax.Array:
-            return self._load_q_block(kv, *order.visit(i, self.group), step, False)
+            return self._load_q_block(kv, *order.visit(i, self.members(kv)), step, False)
 
-        loaded: jax.Array = lax.fori_loop(0, order.count * self.group, load, step)
+        loaded: jax.Array = lax.fori_loop(0, order.count * self.members(kv), load, step)
         return loaded
 
     # --- The helper, where thread blocks take turns
@@ -480,7 +499,7 @@ class ThreadBlock:
         kv, stages = self.kv_block(i, number), jnp.int32(self.c.max_concurrent_steps)
         order = kv.q_blocks
         assert isinstance(order, TurnOrder)
-        visits = order.count * self.group
+        visits = order.count * self.members(kv)
         first, by = (
             (jnp.int32(0), jnp.int32(1)) if own is None else (lax.rem(own + stages - lax.rem(step, stages), stages), stages)
         )
@@ -488,7 +507,7 @@ class ThreadBlock:
         def visit(j: jax.Array, _: None) -> None:
             i = first + j * by
             stage = lax.rem(step + i, stages) if own is None else own
-            self._take_turn(kv, stage, *order.visit(i, self.group))
+            self._take_turn(kv, stage, *order.visit(i, self.members(kv)))
 
         lax.fori_loop(0, lax.div(visits - first + by - 1, by), visit, None)
         return step + visits
@@ -496,7 +515,7 @@ class ThreadBlock:
     def _take_turn(self, kv: KvBlock, stage: jax.Array, member: Int, q_block: Int) -> None:
         assert self.turn is not None
         own, added = self.turn_number(kv, q_block), self._added(kv, member, q_block)
-        tile = self.dq_tile(kv, kv.at.head * self.group + member, q_block * (self.c.tile_q // ROWS))
+        tile = self.dq_tile(kv, self.query_head(kv, member), q_block * (self.c.tile_q // ROWS))
         self.smem["turns"][stage] = 2 * tile + (own == 0).astype(jnp.int32)
         semaphore.wait(added, own)
         engine.arrive_as_warp(self.turn[0].at[stage])
@@ -506,13 +525,13 @@ class ThreadBlock:
     def _added(self, kv: KvBlock, member: Int, q_block: Int) -> Any:
         """How many kv blocks have added to dq of a q block, in global memory."""
         blocks = self.refs.lse.shape[2] // self.c.tile_q
-        head = kv.at.head * self.group + member
+        head = self.query_head(kv, member)
         return self.refs.turns.at[pl.ds((kv.at.batch * blocks + q_block) * self.p.q_heads + head, 1)]
 
     def _load_q_block(self, kv: KvBlock, member: Int, block: Int, step: jax.Array, masked: bool) -> jax.Array:
         del masked
         row = block * self.c.tile_q
-        at = Position(kv.at.batch, kv.at.head * self.group + member, row)
+        at = Position(kv.at.batch, self.query_head(kv, member), row)
         x, refs, smem = self.x, self.refs, self.smem
 
         def copy(stage: jax.Array, full: Any) -> None:
@@ -542,7 +561,7 @@ class ThreadBlock:
         """step(kv block, member of the group, q block, steps done, masked) -> steps done, for all that visit a kv block."""
         masks = self.p.masks(self.c.tile_kv)
         assert isinstance(kv.q_blocks, BlockOrder)  # with dq_step="same" there are no turns
-        return kv.q_blocks.for_each(functools.partial(step, kv), done, masks=masks, members=self.group)
+        return kv.q_blocks.for_each(functools.partial(step, kv), done, masks=masks, members=self.members(kv))
 
     def release_keys(self, kv: KvBlock) -> None:
         """Waits until dk and dv have left the place of the keys and values, and declares it empty."""

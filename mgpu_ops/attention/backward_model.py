@@ -74,7 +74,8 @@ def _group_splits(problem: BackwardProblem, gpu: Gpu) -> tuple[int, ...]:
     """Parts of a group of query heads: 1 alone where the kv blocks of all heads fill the GPU several times."""
     p, group = problem, problem.q_heads // max(1, problem.kv_heads)  # supports_backward has a reason where there are none
     whole = p.batch * p.kv_heads * math.ceil(p.kv_tokens / (2 * ROWS)) >= _FULL * gpu.sms
-    return (1,) if whole else tuple(n for n in range(1, group + 1) if group % n == 0)
+    few = [n for n in range(1, group + 1) if n <= 4 or n.bit_count() == 1]
+    return (1,) if whole else tuple(n for n in range(1, group + 1) if n in few or group % n == 0)
 
 
 def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConfig]:
@@ -179,7 +180,7 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     typical, group, size = typical_problem(p), p.q_heads // p.kv_heads, itemsize_of(p.dtype)
     d, entries = backward_dim(p.head_dim, c.dq_step), typical.batch
     queries = p.batch * p.q_tokens * p.q_heads
-    keys = cached_q_blocks(typical, c.tile_kv, c.tile_q) * (group // c.group_splits)
+    keys = cached_q_blocks(typical, c.tile_kv, c.tile_q) * math.ceil(group / c.group_splits)
     columns, copied = (5, 10 * queries * d) if c.mode == "fused" else (4, 0)  # dq: zeros, float32 read, 16 bits written
     step = _gradient_step(p, c, columns * d, 2 * c.tile_q * d * size + (4 * c.tile_q * d if c.mode == "fused" else 0), gpu)
     gains = c.kv_slots > 1 and _kv_slots(p, c) > 1

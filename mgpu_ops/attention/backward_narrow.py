@@ -93,7 +93,7 @@ class _Consumer:
 
     def _q_block(self, kv: KvBlock, member: jax.Array, q_block: jax.Array, step: jax.Array, masked: bool) -> jax.Array:
         block, q = self.block, self.block.q_pipeline
-        at = Position(kv.at.batch, kv.at.head * block.group + member, q_block * block.c.tile_q)
+        at = Position(kv.at.batch, block.query_head(kv, member), q_block * block.c.tile_q)
         stage, buffer, wg = lax.rem(step, jnp.int32(q.stages)), lax.rem(step, jnp.int32(2)), _warpgroup()
         own = pl.ds(wg * ROWS, ROWS)
         # 1. Wait for the q block. Add to dk and dv.

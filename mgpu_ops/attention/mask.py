@@ -156,7 +156,7 @@ class BlockOrder:
         i = i + self.start
         return self.blocks.whole + jnp.where(i >= self.unmasked, i - self.unmasked, i)
 
-    def for_each(self, step: Callable[..., Any], carry: Any, *, masks: bool = True, members: int = 1) -> Any:
+    def for_each(self, step: Callable[..., Any], carry: Any, *, masks: bool = True, members: Int = 1) -> Any:
         """carry = step(member, block, carry, masked) for the blocks with a mask, of each of `members` heads, then the others.
 
         masks: False where no block needs a mask (`Problem.masks`): then `masked` is False in the first loop too.
@@ -164,7 +164,7 @@ class BlockOrder:
 
         def loop(count: Any, block: Callable[[Any], Any], masked: bool, carry: Any) -> Any:
             def body(i: Any, carry: Any) -> Any:
-                member, i = (jnp.int32(0), i) if members == 1 else (lax.div(i, count), lax.rem(i, count))
+                member, i = (jnp.int32(0), i) if is_one(members) else (lax.div(i, count), lax.rem(i, count))
                 return step(member, block(i), carry, masked)
 
             return lax.fori_loop(0, count * members, body, carry)
@@ -206,11 +206,16 @@ class TurnOrder:
         i = i + self.start
         return self.blocks.first + jnp.where(i >= self.count, i - self.count, i)
 
-    def visit(self, i: Int, members: int) -> tuple[Int, Int]:
+    def visit(self, i: Int, members: Int) -> tuple[Int, Int]:
         """The i-th visit: the member of the group, and the block."""
-        return (
-            (0, self.block(i)) if members == 1 else (lax.rem(i, jnp.int32(members)), self.block(lax.div(i, jnp.int32(members))))
-        )
+        if is_one(members):
+            return 0, self.block(i)
+        return lax.rem(i, jnp.int32(members)), self.block(lax.div(i, jnp.int32(members)))
+
+
+def is_one(members: Int) -> bool:
+    """Whether it is known that there is one member."""
+    return isinstance(members, int) and members == 1
 
 
 def _blocks(tokens: BlockRange, tile: int, count: int) -> BlockRange:

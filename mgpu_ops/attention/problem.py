@@ -167,8 +167,8 @@ class BackwardConfig:
     q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on,
       or "apart", so that they add to different rows of dq.
     dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".
-    group_splits: into how many parts the query heads of a head of keys are shared out in the dk/dv kernel; what each adds to dk
-      and dv, in the inputs' dtype, is added up afterwards.
+    group_splits: into how many parts the query heads of a head of keys are shared out in the dk/dv kernel, equal ones or such
+      that differ by one head; what each adds to dk and dv, in the inputs' dtype, is added up afterwards.
     kv_slots: with dq_step "next", for how many kv blocks there is shared memory: with 2, the next one's keys and values load
       while this one's gradients leave.
     """
@@ -518,8 +518,8 @@ def check_backward(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) -
         return reason
     if not 1 <= c.section_waves <= 1024:
         return f"section_waves={c.section_waves} must be from 1 to 1024"
-    if c.group_splits < 1 or (p.q_heads // p.kv_heads) % c.group_splits:
-        return f"group_splits={c.group_splits} must divide the {p.q_heads // p.kv_heads} query heads of a head of keys"
+    if not 1 <= c.group_splits <= p.q_heads // p.kv_heads:
+        return f"group_splits={c.group_splits} must be from 1 to {p.q_heads // p.kv_heads}, the query heads of a head of keys"
     if reason := limits.check_producer_registers(c.memory_registers):
         return reason
     sizes = [backward_smem_bytes(p, c)] + ([dq_smem_bytes(p)] if c.mode == "split" else [])
