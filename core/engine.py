@@ -54,6 +54,7 @@ tma.copy_any_shape()
 jax_patches.add_in_float32()
 jax_patches.narrow_products()
 jax_patches.share_descriptors()
+jax_patches.copy_alone()
 jax_patches.announce_relaxed()
 jax_patches.promote_loads()
 jax_patches.name_replicas()
@@ -451,6 +452,12 @@ def _shorten_wgmma(depth: int) -> None:
     plgpu.inline_mgpu()(functools.partial(jax_patches.shorten_wgmma, depth=depth))()
 
 
+def _produce(producing: bool) -> None:
+    """From here on warps start copies without waiting for their warpgroup's others; or as they do elsewhere."""
+    if not interpreting():
+        plgpu.inline_mgpu()(functools.partial(jax_patches.produce, producing=producing))()
+
+
 def specialize(
     producer: Callable[[], None],
     consumer: Callable[[], None],
@@ -460,10 +467,13 @@ def specialize(
     consumer_registers: int,
     helper: Callable[[], None] | None = None,
     helper_registers: int = 0,
+    copies_alone: bool = True,
 ) -> None:
     """Splits a block by role: its first `consumers` warpgroups run `consumer`, the next one `producer`, all at the same time.
 
     helper: what one more warpgroup runs, behind the producer's. Default: there is none.
+    copies_alone: whether the producer starts its copies without a barrier of its four warps before each. It must not read or
+      write what they overwrite.
 
     Registers are per thread, multiples of 8. The warpgroups together may not have more than the block was launched with.
     Source: PTX ISA, "setmaxnreg".
@@ -472,7 +482,12 @@ def specialize(
 
     def produce() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
+        if not copies_alone:
+            producer()
+            return
+        _produce(True)
         producer()
+        _produce(False)
 
     def consume() -> None:
         plgpu.set_max_registers(consumer_registers, action="increase")

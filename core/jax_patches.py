@@ -6,6 +6,7 @@
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
 | `share_descriptors` | operands of wgmma in one buffer are described by distances from its start | kernels that ask for it |
+| `copy_alone` | a warp starts a copy without waiting for its warpgroup's others | producers of `engine.specialize` |
 | `announce_relaxed` | a block tells another how many bytes it sends without a fence | kernels of `engine.kernel` |
 | `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
@@ -56,6 +57,7 @@ def mark(context: launch_context.LaunchContext) -> None:
     """Marks the kernel that is being lowered as one of `engine.kernel`, with nothing left of one that could not be lowered."""
     setattr(context, _MARK, True)
     _depth.set(0)
+    _producing.set(False)
 
 
 def is_marked(context: launch_context.LaunchContext) -> bool:
@@ -222,6 +224,47 @@ def share_descriptors() -> None:
         return arith.addi(encode(utils.memref_ptr(start), *args, **options), distance)
 
     module.mma_utils.encode_descriptor = encode_descriptor
+
+
+# --- Copies of a producer
+#
+# Before a TMA copy the four warps of a warpgroup wait for each other, so that what one of them still reads or writes there is
+# done. A producer's warps touch no tile: each waits until the stage is empty, and all arrive at its full barrier, so that none
+# can be a phase ahead.
+
+_ASYNC_LOAD = "mosaic_gpu.async_load"
+_ALONE = "mgpu_ops.alone"  # attribute of a copy before which no warp waits for the others
+_producing: ContextVar[bool] = ContextVar("_producing", default=False)  # whether copies from here on have it
+
+
+def produce(context: launch_context.LaunchContext, producing: bool) -> None:
+    """From here on a warp starts its copies without waiting for the warpgroup's others; or as Mosaic GPU has it."""
+    del context
+    _producing.set(producing)
+
+
+def copy_alone() -> None:
+    """Producers start copies without waiting for their other warps (`produce`)."""
+    create, lower = dialect.async_load, dialect_lowering._lowerings[_ASYNC_LOAD]
+
+    @functools.wraps(create)
+    def create_alone(*args: Any, **options: Any) -> Any:
+        op = create(*args, **options)
+        if _producing.get():
+            op.attributes[_ALONE] = ir.UnitAttr.get()
+        return op
+
+    @functools.wraps(lower)
+    def lower_alone(context: Any, op: Any) -> Any:
+        waits = context.auto_barriers
+        context.auto_barriers = waits and _ALONE not in op.attributes
+        try:
+            return lower(context, op)
+        finally:
+            context.auto_barriers = waits
+
+    dialect.async_load = create_alone
+    dialect_lowering._lowerings[_ASYNC_LOAD] = lower_alone
 
 
 # --- Bytes that blocks of a cluster send each other

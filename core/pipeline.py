@@ -74,9 +74,12 @@ class Pipeline:
     def _empty(self, stage: Any) -> Any:
         return self.empty.at[_after(self.first_empty, stage)]
 
-    def fill(self, step: jax.Array, copy: Callable[[jax.Array, Any], None]) -> None:
-        """Producer: waits until the stage of `step` is empty, then starts `copy(stage, full barrier of the stage)`."""
-        stage = lax.rem(step, jnp.int32(self.stages))
+    def fill(self, step: jax.Array, copy: Callable[[jax.Array, Any], None], stage: jax.Array | None = None) -> None:
+        """Producer: waits until the stage of `step` is empty, then starts `copy(stage, full barrier of the stage)`.
+
+        stage: of the step, where a loop counts it (`next`).
+        """
+        stage = self.first(step) if stage is None else stage
 
         @pl.when(step >= self.stages)  # every stage starts empty
         def _() -> None:
@@ -115,36 +118,38 @@ class Pipeline:
         released: called with each step whose stage this consumer has declared empty.
         """
 
-        def begin(step: jax.Array, start: Callable[[jax.Array], None] = start) -> None:
-            stage = lax.rem(step, jnp.int32(self.stages))
+        def begin(stage: jax.Array, start: Callable[[jax.Array], None] = start) -> jax.Array:
             plgpu.barrier_wait(self._full(stage))
             start(stage)
+            return self.next(stage)
 
-        def release(step: jax.Array, in_flight: int) -> None:
+        def release(step: jax.Array, stage: jax.Array, in_flight: int) -> jax.Array:
             engine.wgmma_wait(in_flight)
-            engine.barrier_arrive(self._empty(lax.rem(step, jnp.int32(self.stages))), in_flight)
+            engine.barrier_arrive(self._empty(stage), in_flight)
             if released is not None:
                 released(step)
+            return self.next(stage)
 
-        def step(i: jax.Array, _: None) -> None:
+        def step(i: jax.Array, stages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             with inflight.iteration():
-                begin(first + i)
-                release(first + i - in_flight, in_flight)
+                started = begin(stages[0])
+                return started, release(first + i - in_flight, stages[1], in_flight)
 
         alone = max(in_flight, len(beside))
+        started = done = self.first(first)  # the stages of the next step to start, and to declare empty
         for i in range(alone):
-            begin(first + i, last if last is not None and i == steps - 1 else start)
+            started = begin(started, last if last is not None and i == steps - 1 else start)
             if i < len(beside):
                 beside[i]()
             if i >= in_flight:
-                release(first + (i - in_flight), in_flight)
+                done = release(first + (i - in_flight), done, in_flight)
         alike = steps if last is None else max(alone, steps - 1)
-        lax.fori_loop(alone, alike, step, None)
+        started, done = lax.fori_loop(alone, alike, step, (started, done))
         if alike < steps and last is not None:
-            begin(first + alike, last)
-            release(first + (alike - in_flight), in_flight)
+            begin(started, last)
+            done = release(first + (alike - in_flight), done, in_flight)
         if in_flight:
-            release(first + (steps - 1), 0)
+            release(first + (steps - 1), done, 0)
 
     def first(self, step: jax.Array) -> jax.Array:
         """The stage of a step. A loop counts on from it with `next`, which takes fewer instructions."""

@@ -34,6 +34,7 @@ ANYWHERE = "2026-11-23-h200-matmul-anywhere-tuned.jsonl"
 ALTERNATIVES = "2026-11-24-h200-matmul-drawn-2411-configs.jsonl"
 FEW_ROWS = "2026-11-23-h200-matmul-few-rows-configs.jsonl"
 HALF_PANELS = ("2026-11-28-h200-matmul-half-panels.jsonl", "2026-11-28-h200-matmul-mid.jsonl")
+ALONE = "2026-11-29-h200-matmul-65-to-3000-rows.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
@@ -80,6 +81,7 @@ def measured() -> list[Measured]:
         *_timed("few rows, cold", FEW_ROWS),
         *_timed("drawn with alternatives, cold", ALTERNATIVES, now=True),
         *_timed("128 to 2048 rows, cold", *HALF_PANELS, now=True),
+        *_timed("65 to 3000 rows, cold", ALONE, now=True, after=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
@@ -108,6 +110,7 @@ def _drawn() -> Iterator[Measured]:
         for entry in run["problems"]:
             p = MatmulProblem(**entry["problem"])
             pairs = [(MatmulConfig(**c["config"]), c["us"]) for c in entry["configs"]]
+            pairs = [(c, us) for c, us in pairs if not _waited(p, c)]
             if number == 0:
                 pairs = [(c, us) for c, us in pairs if not _ragged(p, c)]
             if pairs:
@@ -119,18 +122,30 @@ def _drawn_again() -> Iterator[Measured]:
     return _timed("drawn again, cold", *DRAWN_AGAIN)
 
 
-def _timed(source: str, *names: str, now: bool = False) -> Iterator[Measured]:
-    """Problems of matmul with a cold L2, a line each. now: the kernel has not changed since."""
+def _timed(source: str, *names: str, now: bool = False, after: bool = False) -> Iterator[Measured]:
+    """Problems of matmul with a cold L2, a line each. now: copies are as they were; after: and so are producers (`_waited`)."""
     for line in b"".join(_read(RESULTS / name) for name in names).splitlines():
         entry = json.loads(line)
+        if "problem" not in entry:
+            continue
         pairs = [
-            (MatmulConfig(**c["config"]), c["us"]) for c in entry["configs"] if c.get("us") is not None and not c["spills"]
+            (MatmulConfig(**c["config"]), c["us"]) for c in entry["configs"] if c.get("us") is not None and not c.get("spills")
         ]
         pairs = [(c, us) for c, us in pairs if c.cluster != "k" or c.split_k == 2]  # some clusters of more had to wait
         if not now:
             pairs = [(c, us) for c, us in pairs if not _reaches_outside(MatmulProblem(**entry["problem"]), c)]
+        if not after:
+            pairs = [(c, us) for c, us in pairs if not _waited(MatmulProblem(**entry["problem"]), c)]
         if pairs:
             yield Measured("matmul", source, MatmulProblem(**entry["problem"]), pairs, entry["xla_us"])
+
+
+def _waited(p: MatmulProblem, c: MatmulConfig) -> bool:
+    """Whether a step of a small tile took as long as its copies did while a producer's warps waited for each other before each.
+
+    With up to 64 rows it is HBM that takes longer.
+    """
+    return c.schedule != "cooperative" and p.m > 64 and c.tile_m * c.tile_n < 128 * 128
 
 
 def _reaches_outside(p: MatmulProblem, c: MatmulConfig) -> bool:
@@ -208,7 +223,8 @@ def _residuals() -> Iterator[Measured]:
             found.append((MatmulProblem(**entry["p"]), entry["us"], []))
         else:
             found[-1][2].append((MatmulConfig(**entry["config"]), entry["us"]))
-    for problem, xla_us, pairs in found:
+    for problem, xla_us, all_pairs in found:
+        pairs = [(c, us) for c, us in all_pairs if not _waited(problem, c)]
         yield Measured("matmul", "drawn with a residual, warm", problem, pairs, xla_us)
 
 

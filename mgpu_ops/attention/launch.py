@@ -87,7 +87,11 @@ def specialize(
     gpu: Gpu,
     helper: Callable[[], None] | None = None,
 ) -> None:
-    """`engine.specialize`, with the registers shared out as the config says. A helper has as many as the producer."""
+    """`engine.specialize`, with the registers shared out as the config says. A helper has as many as the producer.
+
+    Copies that wait for no barrier gain nothing here, 0.965 to 1.04x: other registers spill
+    (results/2026-11-29-h200-copies-alone.jsonl).
+    """
     helper_registers = config.memory_registers if helper is not None else 0
     engine.specialize(
         producer,
@@ -97,6 +101,7 @@ def specialize(
         consumer_registers=limits.consumer_registers(consumers, config.memory_registers, gpu, helper_registers),
         helper=helper,
         helper_registers=helper_registers,
+        copies_alone=False,
     )
 
 

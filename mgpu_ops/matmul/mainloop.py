@@ -224,15 +224,16 @@ def produce(
         pipeline, at = pipeline_of(t), tile_of(work, t)
 
         def load_steps(a: int | None, b: int | None) -> None:
-            def load_step(k: jax.Array, _: None, rows: Sequence[int | None] = (a, b)) -> None:
-                pipeline.fill(t * each_tile + k, functools.partial(copy, (t, k), rows=rows))
+            def load_step(k: jax.Array, stage: jax.Array, rows: Sequence[int | None] = (a, b)) -> jax.Array:
+                pipeline.fill(t * each_tile + k, functools.partial(copy, (t, k), rows=rows), stage)
+                return pipeline.next(stage)
 
             whole = steps - 1 if a_last or b_last else steps
             # There are several of these loops: unrolled, where steps are few, their addresses would spill.
             end = engine.opaque(own_tiles * 0 + whole) if a_rows or b_rows else whole
-            lax.fori_loop(0, end, load_step, None)
+            stage = lax.fori_loop(0, end, load_step, pipeline.first(t * each_tile))
             if whole < steps:
-                load_step(jnp.int32(whole), None, (a_last or a, b_last or b))
+                load_step(jnp.int32(whole), stage, (a_last or a, b_last or b))
 
         # Branches around the loop over k: one for each step takes longer than it gains.
         def load_columns(a: int | None) -> None:

@@ -33,7 +33,6 @@ _RATE = 1.27  # of rates.POWER: bursts draw less power than what a program susta
 _ONE_WARPGROUP = 0.7325  # of the rate is left with one consumer: nothing multiplies while it stores or waits,
 _ONE_AHEAD = 0.9634  # and where the next step is in flight
 _OVERLAPPED = 1.02  # times the rate, power included, where stores run beside wgmma: there is always one in flight
-_AHEAD = 0.9246  # times the rate, where the next step's wgmma is in flight
 _NOT_HIDDEN = {"deferred": 0.5666, "pingpong": 0.841}  # of a store's time takes its tile longer all the same: short k
 _SWIZZLE_64 = 0.807  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _SMEM, _SMEM_BYTES_PER_CLOCK = 0.8241, 128  # of the time at which shared memory is read and written, at the boost clock
@@ -61,12 +60,13 @@ _ISSUE = {
     "cooperative": 7.146e-08,
     "deferred": 8.642e-08,
     "pingpong": 4.162e-08,
-    "ahead": 1.945e-08,
+    "ahead": 3.656e-08,
 }  # s of a step in which nothing multiplies
 _ISSUE_SHARED = {1: 0, 2: 1.777e-08, 4: 3.034e-09}  # and more where so many blocks share an operand: each waits for the others
 _START_SHARED = {1: 0.0, 2: 2.046e-07, 4: 4.188e-07}  # s later begin the blocks of a cluster: each waits for the others
 _CROWD = 7.275e-11  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
 _SOONER = 2.507e-07  # s less, where the kernel has its own pipeline and not Pallas's
+_FIRST_STEP = 0.469  # of a step begins later what has the next step's wgmma in flight: when the first one's loads have arrived
 _COLD = 6.633e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
 _PARTS = 3.164  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
@@ -78,6 +78,7 @@ _HBM = 1.053  # of the time at the datasheet's rate,
 _HBM_ACROSS_LINES = {128: 1.0, 64: 1.133, 32: 1.119, 16: 1.038}  # and times as long for an operand of such rows
 _AGAIN = 0.6  # of that time takes what tiles of B have in vain (`columns_of_b`), which the next tile loads too: partly from HBM
 _STEP_NORM = 4.8  # arithmetic, loads and latency of a step overlap nearly wholly,
+_STEP_NORM_AHEAD = 7.11  # the more so where the next step's wgmma is in flight,
 _MEMORY_NORM = 3.016  # all steps and HBM less so
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
@@ -113,7 +114,6 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         columns = gemm.warpgroup_tile(c)[1]
         efficiency *= columns / (columns + gemm.ROWS)
     efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
-    efficiency *= _AHEAD if c.schedule == "ahead" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
     arithmetic = gemm.multiply_seconds(c, gpu, efficiency) + _ISSUE[c.schedule]
     if itemsize_of(p.dtype) > 1 or not _is_wide(c):
@@ -121,7 +121,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     crowded = _crowded(problem, config, gpu) * (_APART if crowds(p, c) else 1.0)
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
     loaded = _loaded(p, c) / rates.load_bytes(gpu)
-    step = gemm.together(_STEP_NORM, arithmetic, loaded, _shared_memory(p, c) / gpu.clock_hz, latency, crowded)
+    norm = _STEP_NORM_AHEAD if c.schedule == "ahead" else _STEP_NORM
+    step = gemm.together(norm, arithmetic, loaded, _shared_memory(p, c) / gpu.clock_hz, latency, crowded)
     step *= _RESIDUAL_TWO_STAGES if p.residual and c.max_concurrent_steps == 2 else 1.0
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
     store *= _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))] * _STORE_NARROW.get(config.epilogue_tile_n, 1.0)
@@ -154,6 +155,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     wave = gemm.together(_MEMORY_NORM, steps / waves, memory * at_once / clusters)
     last_wave = gemm.together(_MEMORY_NORM, steps / waves, memory * last / clusters)
     start = _LAUNCH + _LATENCY + crowded + _COLD + _START_SHARED[max(down, across)] - own_pipeline
+    start += _FIRST_STEP * step if c.schedule == "ahead" else 0.0
     return start + (waves - 1) * wave + last_wave + reduction
 
 

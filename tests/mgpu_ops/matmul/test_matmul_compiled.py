@@ -110,6 +110,16 @@ def test_rows_of_a_tile_outside_an_array_are_not_loaded(problem, config, expecte
     assert {int(numbers[name]) for name in re.findall(r"expect_tx[^;]*, (%r\d+);", ptx)} == set(expected)
 
 
+@pytest.mark.parametrize(
+    "config", [replace(BASE, schedule="ahead"), replace(BASE, schedule="deferred")], ids=["ahead", "deferred"]
+)
+def test_a_producers_warps_do_not_wait_for_each_other_before_a_copy(config):
+    """Two copies a step take as long as the products of a small tile: with a barrier of four warps before each, longer."""
+    sass = compiled(MatmulProblem(1024, 4096, 4096), config).sass.splitlines()
+    first, *_, last = (i for i, line in enumerate(sass) if "UTMALDG" in line)
+    assert not [line for line in sass[first:last] if "BAR.SYNC" in line]
+
+
 def test_few_rows_lie_along_the_narrow_side_of_wgmma():
     problem = MatmulProblem(17, 4104, 4096, layout="nt")
     report = compiled(problem, FEW_ROWS)
