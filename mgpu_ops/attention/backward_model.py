@@ -161,6 +161,9 @@ _STARTS = {("fused", False): 8.2e-6, ("split", False): 7.2e-6, ("split", True): 
 _PREPARED, _PREPARED_BETWEEN = 2.3e-6, 3.8e-6
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
 _ADDS = 3.5e-6  # s of the kernels that add up dk and dv of a group's parts, beside their bytes
+# times as long with segments and parts of a group that are not equal: fewer and longer tiles even out less
+# (results/2026-11-29-h200-flash_attention-backward-unequal-parts.jsonl)
+_UNEQUAL_OF_SEGMENTS = 1.02
 _FULL = 4  # times as many kv blocks as SMs: more are shared out evenly
 _COPIED = 1.81  # times as long as by HBM's rate alone the copies before and after take
 # Of a step's time, by head dim, where products of two q blocks overlap while a third one loads
@@ -189,6 +192,7 @@ def backward_cost(problem: BackwardProblem, config: BackwardConfig, gpu: Gpu) ->
     tile -= _HANDED_OUT * hands_out(p, c, backward_blocks(p, kv_blocks, gpu), gpu)
     work = shared_out(keys * step + tile, entries * p.kv_heads * c.group_splits, gpu)
     work *= _SECOND_SLOT_LOSS if c.kv_slots > 1 and not gains else 1.0
+    work *= _UNEQUAL_OF_SEGMENTS if p.segments and group % c.group_splits else 1.0
     if c.mode == "split":
         rows = cached_kv_blocks(typical, DQ_TILE_Q, DQ_TILE_KV)  # whatever the tiles of the dk/dv kernel
         of_dq = dataclasses.replace(c, tile_q=DQ_TILE_Q, tile_kv=DQ_TILE_KV)

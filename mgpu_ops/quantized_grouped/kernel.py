@@ -115,13 +115,12 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
 
     def producer() -> None:
         def load_tile(tile: _Tile, done: jax.Array) -> jax.Array:
-            def load(step: jax.Array, stage: jax.Array) -> jax.Array:
-                pipeline.fill(step, lambda stage, full: block.load(tile, step - done, stage, full), stage)
-                return pipeline.next(stage)
+            def load(step: jax.Array, _: None) -> None:
+                pipeline.fill(step, lambda stage, full: block.load(tile, step - done, stage, full))
 
             # For a few steps the compiler would unroll the loop, but the producer has few registers.
             end = engine.opaque(done) + steps
-            lax.fori_loop(done, end, load, pipeline.first(done))
+            lax.fori_loop(done, end, load, None)
             return end
 
         _, done = block.for_each_tile(load_tile, jnp.int32(0))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.figures.lines import HEAD, Problem, Strip, files, line, line_of, problems, sources, strip
+from scripts.figures.lines import HEAD, Problem, Strip, files, line, line_of, problems, published_matmuls, sources, strip
 from scripts.figures.ops import layers_of_experts
 from scripts.figures.programs import steps_of_programs, training_steps
 
 
 def strips(results: Path) -> Iterator[Strip]:
     """An op or two lines of it, each beside the fastest that JAX users have."""
-    matmuls, grads = problems(results, "h200-matmul"), problems(results, r"h200-matmul\+grad")
+    matmuls, grads = published_matmuls(results), problems(results, r"h200-matmul\+grad")
     both = problems(results, "h200-flash_attention[+-]grad.*")
     few, gated = problems(results, "h200-flash_attention-decode"), problems(results, "h200-gated_matmul-llama3-8b")
     training, decoding = problems(results, "h200-grouped_matmul-training"), problems(results, "h200-grouped_matmul-decoding")

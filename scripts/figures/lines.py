@@ -63,6 +63,12 @@ def problems(results: Path, what: str, *others: str) -> list[Problem]:
     return list(found.values())
 
 
+def published_matmuls(results: Path) -> list[Problem]:
+    """matmul's published suite: each problem by its newest time, be it as one of the layers of Llama 3."""
+    names = {p.name for p in problems(results, "h200-matmul")}
+    return [p for p in problems(results, "h200-matmul(-llm-rows)?") if p.name in names]
+
+
 @dataclass(frozen=True)
 class Strip:
     """Ratios of some problems beside the fastest of some competitors: a line of a table, or of the picture."""

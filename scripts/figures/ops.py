@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.figures.lines import HEAD, Problem, files, line, newest, of_dense, problems, sources, strip
+from scripts.figures.lines import HEAD, Problem, files, line, newest, of_dense, problems, published_matmuls, sources, strip
 
 
 def rooflines(results: Path, *landmarks: tuple[str, str, str, tuple[str, ...]]) -> Iterator[str]:
@@ -62,7 +62,7 @@ def grouped_matmul_roofline(results: Path) -> Iterator[str]:
 
 
 def matmul(results: Path) -> Iterator[str]:
-    forward, both = problems(results, r"h200-matmul"), problems(results, r"h200-matmul\+grad")
+    forward, both = published_matmuls(results), problems(results, r"h200-matmul\+grad")
     yield from HEAD
     for what, found in (("forward", forward), ("forward + backward", both)):
         yield line(what, "XLA (cuBLAS)", found, "xla")

@@ -416,13 +416,12 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
     own_tiles = tile_scheduler.tiles_of_block(clusters_of_tiles(p, c), lax.axis_index("block"), blocks)
 
     def producer() -> None:
-        def load(step: jax.Array, stage: jax.Array) -> jax.Array:
+        def load(step: jax.Array, _: None) -> None:
             tile, k = block.tile(lax.div(step, jnp.int32(steps))), lax.rem(step, jnp.int32(steps))
-            pipeline.fill(step, lambda stage, full: block.load(tile, k, stage, full), stage)
-            return pipeline.next(stage)
+            pipeline.fill(step, lambda stage, full: block.load(tile, k, stage, full))
 
         # For a few steps the compiler would unroll the loop, but the producer has few registers.
-        lax.fori_loop(0, engine.opaque(own_tiles * steps), load, jnp.int32(0))
+        lax.fori_loop(0, engine.opaque(own_tiles * steps), load, None)
         pipeline.drain(own_tiles * steps)  # a block does not end before its last stages are read
 
     def consumer(*accs: Any) -> None:
