@@ -38,6 +38,7 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
         *("sweeps", "drawn, warm", "drawn again, cold"),
         *("ping-pong, cold", "deferred, cold", "suite anywhere, cold", "few rows, cold", "float32, cold"),
         *("calls on an H100", "drawn with alternatives, cold", "128 to 2048 rows, cold", "drawn with a residual, warm"),
+        "65 to 3000 rows, cold",
     }
     assert {(op, "short tiles, warm") for op in ("grouped_matmul", "gated_grouped_matmul")} <= sources
 
