@@ -467,13 +467,13 @@ def specialize(
     consumer_registers: int,
     helper: Callable[[], None] | None = None,
     helper_registers: int = 0,
-    copies_alone: bool = True,
+    copies_alone: bool = False,
 ) -> None:
     """Splits a block by role: its first `consumers` warpgroups run `consumer`, the next one `producer`, all at the same time.
 
     helper: what one more warpgroup runs, behind the producer's. Default: there is none.
-    copies_alone: whether the producer starts its copies without a barrier of its four warps before each. It must not read or
-      write what they overwrite.
+    copies_alone: whether the producer starts its TMA copies without a barrier of its four warps before each. Its warps must
+      not read or write where these copies write, which the interpreter does not check.
 
     Registers are per thread, multiples of 8. The warpgroups together may not have more than the block was launched with.
     Source: PTX ISA, "setmaxnreg".

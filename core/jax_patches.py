@@ -6,7 +6,7 @@
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
 | `share_descriptors` | operands of wgmma in one buffer are described by distances from its start | kernels that ask for it |
-| `copy_alone` | a warp starts a copy without waiting for its warpgroup's others | producers of `engine.specialize` |
+| `copy_alone` | a warp starts a copy without waiting for its warpgroup's others | producers that ask for it |
 | `announce_relaxed` | a block tells another how many bytes it sends without a fence | kernels of `engine.kernel` |
 | `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
 | `name_replicas` | kernels on a mesh without devices name their replicas, and so run | all Mosaic GPU kernels |
@@ -229,8 +229,9 @@ def share_descriptors() -> None:
 # --- Copies of a producer
 #
 # Before a TMA copy the four warps of a warpgroup wait for each other, so that what one of them still reads or writes there is
-# done. A producer's warps touch no tile: each waits until the stage is empty, and all arrive at its full barrier, so that none
-# can be a phase ahead.
+# done. A producer's warps do neither where TMA writes: rows that they gather (`rows.load_gathered`) and tiles that they are
+# handed (`dynamic_scheduler.py`) have buffers of their own. Each warp waits until the stage is empty, and all arrive at its
+# full barrier, so that none can be a phase ahead.
 
 _ASYNC_LOAD = "mosaic_gpu.async_load"
 _ALONE = "mgpu_ops.alone"  # attribute of a copy before which no warp waits for the others
@@ -256,8 +257,8 @@ def copy_alone() -> None:
 
     @functools.wraps(lower)
     def lower_alone(context: Any, op: Any) -> Any:
-        waits = context.auto_barriers
-        context.auto_barriers = waits and _ALONE not in op.attributes
+        waits, alone = context.auto_barriers, _ALONE in op.attributes and is_marked(context.launch_context)
+        context.auto_barriers = waits and not alone
         try:
             return lower(context, op)
         finally:

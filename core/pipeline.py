@@ -89,7 +89,7 @@ class Pipeline:
 
     def filled(self, step: jax.Array) -> None:
         """Producer, where what fills a stage arrives at no barrier: tells that it is there, for the stage of `step`."""
-        plgpu.barrier_arrive(self._full(lax.rem(step, jnp.int32(self.stages))))
+        plgpu.barrier_arrive(self._full(self.first(step)))
 
     def drain(self, steps: jax.Array) -> None:
         """Producer, at its end: waits until consumers have read all of `steps` steps."""
@@ -176,11 +176,11 @@ class Pipeline:
 
     def release(self, step: jax.Array) -> None:
         """Consumer: declares the stage of `step` empty."""
-        engine.barrier_arrive(self._empty(lax.rem(step, jnp.int32(self.stages))))
+        engine.barrier_arrive(self._empty(self.first(step)))
 
     def wait(self, step: jax.Array) -> jax.Array:
         """Waits until the stage of `step` is full, and returns its number."""
-        stage = lax.rem(step, jnp.int32(self.stages))
+        stage = self.first(step)
         plgpu.barrier_wait(self._full(stage))
         return stage
 

@@ -34,7 +34,7 @@ ANYWHERE = "2026-11-23-h200-matmul-anywhere-tuned.jsonl"
 ALTERNATIVES = "2026-11-24-h200-matmul-drawn-2411-configs.jsonl"
 FEW_ROWS = "2026-11-23-h200-matmul-few-rows-configs.jsonl"
 HALF_PANELS = ("2026-11-28-h200-matmul-half-panels.jsonl", "2026-11-28-h200-matmul-mid.jsonl")
-ALONE = "2026-11-29-h200-matmul-65-to-3000-rows.jsonl.gz"
+MID_ROWS = "2026-11-29-h200-matmul-65-to-3000-rows.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
@@ -70,7 +70,7 @@ class Measured:
 
 
 def measured() -> list[Measured]:
-    """All that there is, of configs whose kernel is the present one."""
+    """All that there is, of configs whose kernel is the present one; of calls on an H100, also with producers that waited."""
     return [
         *_sweeps(),
         *_drawn(),
@@ -81,7 +81,7 @@ def measured() -> list[Measured]:
         *_timed("few rows, cold", FEW_ROWS),
         *_timed("drawn with alternatives, cold", ALTERNATIVES, now=True),
         *_timed("128 to 2048 rows, cold", *HALF_PANELS, now=True),
-        *_timed("65 to 3000 rows, cold", ALONE, now=True, after=True),
+        *_timed("65 to 3000 rows, cold", MID_ROWS, now=True, after=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
@@ -105,7 +105,7 @@ def _sweeps() -> Iterator[Measured]:
 
 
 def _drawn() -> Iterator[Measured]:
-    """Drawn problems, with a warm L2. Of the first run without the configs whose copies the kernel has changed since."""
+    """Drawn problems, with a warm L2, without configs that are faster since (`_waited`; of the first run, `_ragged`)."""
     for number, run in enumerate(json.loads(gzip.decompress(DRAWN.read_bytes()))["runs"]):
         for entry in run["problems"]:
             p = MatmulProblem(**entry["problem"])
@@ -123,7 +123,10 @@ def _drawn_again() -> Iterator[Measured]:
 
 
 def _timed(source: str, *names: str, now: bool = False, after: bool = False) -> Iterator[Measured]:
-    """Problems of matmul with a cold L2, a line each. now: copies are as they were; after: and so are producers (`_waited`)."""
+    """Problems of matmul with a cold L2, a line each.
+
+    now: the kernel loads what is inside the arrays (`_reaches_outside`). after: and its producers do not wait (`_waited`).
+    """
     for line in b"".join(_read(RESULTS / name) for name in names).splitlines():
         entry = json.loads(line)
         if "problem" not in entry:
@@ -225,7 +228,8 @@ def _residuals() -> Iterator[Measured]:
             found[-1][2].append((MatmulConfig(**entry["config"]), entry["us"]))
     for problem, xla_us, all_pairs in found:
         pairs = [(c, us) for c, us in all_pairs if not _waited(problem, c)]
-        yield Measured("matmul", "drawn with a residual, warm", problem, pairs, xla_us)
+        if pairs:
+            yield Measured("matmul", "drawn with a residual, warm", problem, pairs, xla_us)
 
 
 def _quantized() -> Iterator[Measured]:
@@ -365,8 +369,9 @@ _COLOURS = (
     "#8a8a00",
     "#4455cc",
     "#222222",
+    "#e08080",
 )
-_MARKERS = "os^Dv<>phXd*"
+_MARKERS = "os^Dv<>phXd*P"
 _ACROSS = 3
 
 
@@ -420,7 +425,10 @@ def _draw(ax: Any, op: str, of_op: Sequence[Modelled]) -> None:
     ax.set_ylabel("modelled (us)")
     ax.set_title(op, loc="left", fontsize=10)
     ax.grid(color="#dddddd")
-    ax.legend(frameon=False, fontsize=8, loc="upper left", markerscale=2)
+    crowded = len(of_op) > 8
+    ax.legend(
+        frameon=False, fontsize=6 if crowded else 8, labelspacing=0.2 if crowded else 0.5, loc="upper left", markerscale=2
+    )
 
 
 if __name__ == "__main__":

@@ -352,29 +352,20 @@ class ThreadBlock:
         """Of a head of queries and keys."""
         return range(whole(self.p.head_dim).panels)
 
-    @property
-    def group(self) -> int:
-        """How many query heads share a head of keys."""
-        return self.p.q_heads * self.c.group_splits // self.p.kv_heads
-
     def members(self, kv: KvBlock) -> Int:
         """How many query heads visit a kv block: those of its part of a group. Parts differ by one where they are not equal."""
-        if self.group % self.c.group_splits == 0:
-            return self.group // self.c.group_splits
-        part = lax.rem(kv.at.head, jnp.int32(self.c.group_splits))
-        return self._first_member(part + 1) - self._first_member(part)
+        if self.p.q_heads % self.p.kv_heads == 0:
+            return self.p.q_heads // self.p.kv_heads
+        return self._first_head(kv.at.head + 1) - self._first_head(kv.at.head)
 
     def query_head(self, kv: KvBlock, member: Int) -> Int:
         """The number of one of these."""
-        splits = jnp.int32(self.c.group_splits)
-        if self.group % self.c.group_splits == 0:
-            return kv.at.head * (self.group // self.c.group_splits) + member
-        return lax.div(kv.at.head, splits) * self.group + self._first_member(lax.rem(kv.at.head, splits)) + member
+        return self._first_head(kv.at.head) + member
 
-    def _first_member(self, part: jax.Array) -> jax.Array:
-        """Of a part of a group."""
-        first: jax.Array = lax.div(part * self.group, jnp.int32(self.c.group_splits))
-        return first
+    def _first_head(self, part: Int) -> Int:
+        """The first query head of a part, of which `p.kv_heads` share out all query heads."""
+        q_heads, parts = self.p.q_heads, self.p.kv_heads
+        return part * (q_heads // parts) if q_heads % parts == 0 else lax.div(part * q_heads, jnp.int32(parts))
 
     @property
     def tiles(self) -> tile_scheduler.AssignedTiles:

@@ -71,11 +71,11 @@ def backward_space(problem: BackwardProblem, gpu: Gpu) -> dict[str, Sequence[Any
 
 
 def _group_splits(problem: BackwardProblem, gpu: Gpu) -> tuple[int, ...]:
-    """Parts of a group of query heads: 1 alone where the kv blocks of all heads fill the GPU several times."""
+    """Parts of a group of query heads: up to four, a power of two, or equal ones; 1 alone where the kv blocks of all heads fill
+    the GPU several times."""
     p, group = problem, problem.q_heads // max(1, problem.kv_heads)  # supports_backward has a reason where there are none
     whole = p.batch * p.kv_heads * math.ceil(p.kv_tokens / (2 * ROWS)) >= _FULL * gpu.sms
-    few = [n for n in range(1, group + 1) if n <= 4 or n.bit_count() == 1]
-    return (1,) if whole else tuple(n for n in range(1, group + 1) if n in few or group % n == 0)
+    return (1,) if whole else tuple(n for n in range(1, group + 1) if n <= 4 or n.bit_count() == 1 or group % n == 0)
 
 
 def backward_candidates(problem: BackwardProblem, gpu: Gpu) -> list[BackwardConfig]:
@@ -161,9 +161,9 @@ _STARTS = {("fused", False): 8.2e-6, ("split", False): 7.2e-6, ("split", True): 
 _PREPARED, _PREPARED_BETWEEN = 2.3e-6, 3.8e-6
 _PADS = 5.5e-6  # s of the copies that pad a head dim, beside their bytes
 _ADDS = 3.5e-6  # s of the kernels that add up dk and dv of a group's parts, beside their bytes
-# times as long with segments and parts of a group that are not equal: fewer and longer tiles even out less
-# (results/2026-11-29-h200-flash_attention-backward-unequal-parts.jsonl)
-_UNEQUAL_OF_SEGMENTS = 1.02
+# times as long with segments and parts of a group that are not equal: fewer and longer tiles even out less; of one problem,
+# which took 1.07 times as long (results/2026-11-29-h200-flash_attention-backward-unequal-parts.jsonl)
+_UNEQUAL_OF_SEGMENTS = 1.05
 _FULL = 4  # times as many kv blocks as SMs: more are shared out evenly
 _COPIED = 1.81  # times as long as by HBM's rate alone the copies before and after take
 # Of a step's time, by head dim, where products of two q blocks overlap while a third one loads

@@ -227,6 +227,7 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
         consumer_registers=consumer_registers(c, gpu),
+        copies_alone=True,
     )
 
 

@@ -239,6 +239,7 @@ def _kernel_deferred(
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
         consumer_registers=consumer_registers(c, gpu),
+        copies_alone=True,
     )
 
 

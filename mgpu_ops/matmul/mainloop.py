@@ -384,6 +384,7 @@ def compute_ahead(
         consumers=turns,
         producer_registers=c.memory_registers,
         consumer_registers=consumer_registers(c, gpu),
+        copies_alone=True,
     )
 
 

@@ -29,6 +29,8 @@ from mgpu_ops.matmul.problem import (
 from mgpu_ops.matmul.quantities import bytes_moved
 
 # Fitted to nine recorded sweeps, 260 drawn problems, 24 of few rows and 92 stored entries of an H200 (docs/kernels/matmul.md).
+# `_ISSUE` of "ahead", `_STEP_NORM_AHEAD` and `_FIRST_STEP`: to 44 drawn problems of 65 to 3000 rows
+# (results/2026-11-29-h200-matmul-65-to-3000-rows.jsonl.gz).
 _RATE = 1.27  # of rates.POWER: bursts draw less power than what a program sustains
 _ONE_WARPGROUP = 0.7325  # of the rate is left with one consumer: nothing multiplies while it stores or waits,
 _ONE_AHEAD = 0.9634  # and where the next step is in flight
@@ -66,7 +68,7 @@ _ISSUE_SHARED = {1: 0, 2: 1.777e-08, 4: 3.034e-09}  # and more where so many blo
 _START_SHARED = {1: 0.0, 2: 2.046e-07, 4: 4.188e-07}  # s later begin the blocks of a cluster: each waits for the others
 _CROWD = 7.275e-11  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
 _SOONER = 2.507e-07  # s less, where the kernel has its own pipeline and not Pallas's
-_FIRST_STEP = 0.469  # of a step begins later what has the next step's wgmma in flight: when the first one's loads have arrived
+_FIRST_STEP = 0.469  # of a step is added once with the next step's wgmma in flight: nothing hides the first step's loads
 _COLD = 6.633e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
 _PARTS = 3.164  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual

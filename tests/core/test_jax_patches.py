@@ -134,6 +134,62 @@ def test_a_kernel_that_could_not_be_lowered_leaves_products_of_the_next_one_whol
     assert of_a_step() == 4
 
 
+def barriers_of(kernel: Any) -> int:
+    """How often a kernel of x[2, 128] has a warpgroup wait for all of its warps."""
+    (ptx,) = aot.ptx("h200", kernel, jax.ShapeDtypeStruct((2, 128), jnp.int32))
+    return ptx.count("bar.sync")
+
+
+def copied(alone: bool, then: Any = None) -> Any:
+    """A kernel: the sum of the rows of x, which a producer copies one by one. then: what its lowering calls after that."""
+
+    def body(x_ref: Any, out_ref: Any, *, x: Any, full: Any) -> None:
+        def producer() -> None:
+            for row in range(2):
+                engine.copy_gmem_to_smem(x_ref.at[row], x.at[row], full)
+            if then is not None:
+                plgpu.inline_mgpu()(then)()
+
+        def consumer() -> None:
+            plgpu.barrier_wait(full)
+            out_ref[...] = x[0] + x[1]
+
+        engine.specialize(producer, consumer, consumers=1, producer_registers=40, consumer_registers=232, copies_alone=alone)
+
+    launch, out_type = engine.Launch("mgpu_ops_test", {"block": 1}, warpgroups=2), jax.ShapeDtypeStruct((128,), jnp.int32)
+    scratch = {"x": plgpu.SMEM((2, 128), jnp.int32), "full": plgpu.Barrier(num_arrivals=2)}
+    return engine.kernel(body, launch, out_type=out_type, scratch_types=scratch)
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_copies_start_without_a_barrier_in_producers_that_ask_for_it_alone():
+    def body(x_ref: Any, out_ref: Any, x: Any, full: Any) -> None:  # of another library
+        plgpu.copy_gmem_to_smem(x_ref, x, full)
+        plgpu.barrier_wait(full)
+        out_ref[...] = x[...]
+
+    others = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((2, 128), jnp.int32),
+        scratch_types=[plgpu.SMEM((2, 128), jnp.int32), plgpu.Barrier()],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="wg",
+    )
+
+    def fail(_: Any) -> None:
+        raise RuntimeError("not lowered")
+
+    before = barriers_of(others)
+    assert before > 0
+    assert barriers_of(copied(alone=False)) == barriers_of(copied(alone=True)) + 2
+    with pytest.raises(RuntimeError, match="not lowered"):
+        barriers_of(copied(alone=True, then=fail))
+    assert barriers_of(others) == before
+
+
 @pytest.mark.gpu
 def test_the_drivers_descriptors_that_bring_whole_lines_differ_in_that_bit():
     jax.devices()  # the driver is initialised

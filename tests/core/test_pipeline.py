@@ -125,3 +125,84 @@ class Hasty(Pipeline):
 
 def test_detector_finds_a_slot_that_is_released_before_it_was_read():
     assert has_a_race(pipeline=Hasty)
+
+
+def products(stages: int, steps: int, in_flight: int, beside: int, last: bool) -> Any:
+    """A kernel of x[2 steps, 64, 64], w[2, 64, 64] and a ref: of two tiles the sums of x[i] w[0] over their steps.
+
+    last: the last step of a tile takes w[1]. The ref, at [0, t, i], counts the calls of the i-th of `beside`, at [1, t, i] how
+    often step i of tile t was released.
+    """
+
+    def body(
+        x_ref: Any, w_ref: Any, marks_ref: Any, out_ref: Any, *, x: Any, w: Any, acc: Any, loaded: Any, barriers: Any
+    ) -> None:
+        pipeline = Pipeline(stages, *barriers)
+
+        def producer() -> None:
+            engine.copy_gmem_to_smem(w_ref.at[0], w.at[0], loaded)
+            engine.copy_gmem_to_smem(w_ref.at[1], w.at[1], loaded)
+
+            def step(i: Any, stage: Any) -> Any:
+                pipeline.fill(i, lambda stage, full: engine.copy_gmem_to_smem(x_ref.at[i], x.at[stage], full), stage)
+                return pipeline.next(stage)
+
+            lax.fori_loop(0, 2 * steps, step, jnp.int32(0))
+            pipeline.drain(jnp.int32(2 * steps))
+
+        def consumer(acc: Any) -> None:
+            plgpu.barrier_wait(loaded)
+
+            def tile(t: Any, _: None) -> None:
+                def mark(kind: int, i: Any) -> None:
+                    marks_ref[kind, t, i] = marks_ref[kind, t, i] + 1
+
+                acc[...] = jnp.zeros(acc.shape, jnp.float32)
+                pipeline.multiply(
+                    t * steps,
+                    steps,
+                    lambda stage: engine.wgmma(acc, x.at[stage], w.at[0]),
+                    [lambda i=i: mark(0, i) for i in range(beside)],
+                    in_flight,
+                    (lambda stage: engine.wgmma(acc, x.at[stage], w.at[1])) if last else None,
+                    lambda step: mark(1, step - t * steps),
+                )
+                out_ref[t] = acc[...]
+
+            lax.fori_loop(0, 2, tile, None)
+
+        engine.specialize(producer, lambda: acc.scope(consumer), consumers=1, producer_registers=40, consumer_registers=232)
+
+    def tiles(count: int) -> Any:
+        return plgpu.SMEM((count, 64, 64), jnp.bfloat16, transforms=engine.operand_transforms(64, jnp.bfloat16))
+
+    return engine.kernel(
+        body,
+        engine.Launch("test", {"block": 1}, warpgroups=2, interpret=True),
+        out_type=jax.ShapeDtypeStruct((2, 64, 64), jnp.float32),
+        scratch_types={
+            "x": tiles(stages),
+            "w": tiles(2),
+            "acc": engine.Accumulators(((64, 64),), 1),
+            "loaded": plgpu.Barrier(num_arrivals=2),
+            "barriers": Pipeline.barriers(stages, copies=1, consumers=1),
+        },
+    )
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize(("steps", "beside", "last"), [(1, 0, False), (1, 1, True), (2, 0, True), (5, 2, False), (3, 3, True)])
+def test_every_step_of_a_tile_is_multiplied_and_released_once(steps: int, beside: int, last: bool, in_flight: int) -> None:
+    x, w = (
+        jax.random.randint(jax.random.key(seed), (n, 64, 64), -2, 3).astype(jnp.bfloat16)
+        for seed, n in ((0, 2 * steps), (1, 2))
+    )
+    marks = jax.new_ref(jnp.zeros((2, 2, steps, 128), jnp.int32))
+    sums = products(3, steps, in_flight, beside, last)(x, w, marks)
+    factors = np.asarray(w, np.float64)[[int(last and i == steps - 1) for i in range(steps)]]
+    wanted = np.einsum("tsmk,skn->tmn", np.asarray(x, np.float64).reshape(2, steps, 64, 64), factors)
+    np.testing.assert_array_equal(sums, wanted)
+    called, released = np.asarray(marks[...])
+    np.testing.assert_array_equal(called, np.broadcast_to(np.arange(steps)[:, None] < beside, called.shape))
+    np.testing.assert_array_equal(released, np.ones_like(released))
+    assert not engine.races_found()

@@ -403,17 +403,18 @@ BACKWARD_CASES: dict[str, tuple[Any, Any]] = {
         B(1, 200, 150, 4, 2, 80, segments=True),
         replace(AHEAD_128, group_splits=2),
     ),
-    "group in parts of one and two heads, causal": (
-        B(1, 70, 130, 6, 2, 64, causal=True),
+    # query heads in parts that differ by one
+    "group in parts of one and two heads, bias with gradient": (
+        B(1, 70, 130, 6, 2, 64, bias="bfloat16", bias_grad=True),
         replace(one_step(FUSED_64), group_splits=2),
     ),
     "group in unequal parts, head_dim of 192, two entries": (B(2, 70, 70, 5, 1, 192), replace(SPLIT_256, group_splits=3)),
     "group in unequal parts, dq a step later, lengths": (
-        B(2, 200, 150, 5, 1, 128, lengths=True),
+        B(2, 200, 150, 6, 2, 128, lengths=True),
         replace(AHEAD_128, group_splits=2),
     ),
-    "group in unequal parts, head_dim of 64, dq a step later, causal": (
-        B(1, 200, 150, 5, 1, 64, causal=True),
+    "group in unequal parts, head_dim of 64, dq a step later, causal, segments": (
+        B(1, 200, 150, 5, 1, 64, causal=True, segments=True),
         replace(AHEAD_64, group_splits=4),
     ),
     # dk and dq a step after the scores

@@ -302,6 +302,20 @@ def test_groups_are_shared_out_where_heads_of_keys_do_not_fill_the_gpu() -> None
     assert BACKWARD.default(many, H200).group_splits == 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "kwargs", "splits"),
+    [
+        ((27, 278, 278, 11, 1, 96), {"lengths": True}, 2),
+        ((19, 256, 256, 8, 1, 80), {"bias": "bfloat16"}, 3),
+        ((2, 2048, 2048, 71, 1, 64), {"causal": True}, 8),
+        ((1, 3840, 3840, 22, 2, 112), {"causal": True, "segments": True}, 11),
+    ],
+    ids=str,
+)
+def test_parts_of_a_group_differ_by_one_head_where_that_was_faster(shape: Any, kwargs: Any, splits: int) -> None:
+    assert BACKWARD.default(BACKWARD.Problem(*shape, **kwargs), H200).group_splits == splits
+
+
 @pytest.mark.parametrize("splits", [0, 4, 9])
 def test_a_group_has_at_most_as_many_parts_as_query_heads(splits: int) -> None:
     problem = BACKWARD.Problem(1, 256, 256, 6, 2, 128)
