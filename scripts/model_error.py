@@ -219,7 +219,7 @@ def _short_tiles() -> Iterator[Measured]:
 
 def _residuals() -> Iterator[Measured]:
     """Drawn products with a residual or another epilogue, with a warm L2: a line for XLA's time, then one for each config."""
-    found: list[tuple[Problem, float, list[tuple[Config, float]]]] = []
+    found: list[tuple[MatmulProblem, float, list[tuple[MatmulConfig, float]]]] = []
     for line in _read(RESULTS / RESIDUALS).splitlines()[1:]:
         entry = json.loads(line)
         if entry["config"] == "xla":
