@@ -229,8 +229,7 @@ def share_descriptors() -> None:
 # --- Copies of a producer
 #
 # Before a TMA copy the four warps of a warpgroup wait for each other, so that what one of them still reads or writes there is
-# done. A producer's warps do neither where TMA writes: rows that they gather (`rows.load_gathered`) and tiles that they are
-# handed (`dynamic_scheduler.py`) have buffers of their own. Each warp waits until the stage is empty, and all arrive at its
+# done. A producer whose warps do neither can leave that out: each waits itself until the stage is empty, and all arrive at its
 # full barrier, so that none can be a phase ahead.
 
 _ASYNC_LOAD = "mosaic_gpu.async_load"

@@ -227,7 +227,6 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         consumers=c.compute_warpgroups,
         producer_registers=c.memory_registers,
         consumer_registers=consumer_registers(c, gpu),
-        copies_alone=True,
     )
 
 
@@ -245,15 +244,14 @@ def _load(kernel: Stages, pipeline: Pipeline, for_each_tile: ForEachTile) -> Non
         done = before + steps
 
         def load_steps(rows: int = 0) -> None:
-            def load_step(i: jax.Array, stage: jax.Array) -> jax.Array:
-                step = before + i
+            def load_step(i: jax.Array, step: jax.Array) -> jax.Array:
                 if behind:  # before it waits for an empty stage: consumers may need those rows to empty one
                     pl.when(i >= behind)(lambda: landed(behind - 1, step - behind))
                 # Waits until the consumers have read what was in the stage; does not wait for the copies that it starts.
-                pipeline.fill(step, functools.partial(kernel.load, tile, position, i, rows), stage)
-                return pipeline.next(stage)
+                pipeline.fill(step, functools.partial(kernel.load, tile, position, i, rows))
+                return step + 1
 
-            lax.fori_loop(0, steps, load_step, pipeline.first(before))
+            lax.fori_loop(0, steps, load_step, before)
             for later in reversed(range(behind)):
                 pl.when(steps > later)(functools.partial(landed, later, done - 1 - later))
             for i in range(kernel.further_steps):
