@@ -13,10 +13,11 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -452,10 +453,17 @@ def _shorten_wgmma(depth: int) -> None:
     plgpu.inline_mgpu()(functools.partial(jax_patches.shorten_wgmma, depth=depth))()
 
 
-def _produce(producing: bool) -> None:
-    """From here on warps start copies without waiting for their warpgroup's others; or as they do elsewhere."""
-    if not interpreting():
-        plgpu.inline_mgpu()(functools.partial(jax_patches.produce, producing=producing))()
+@contextlib.contextmanager
+def _copies_alone() -> Iterator[None]:
+    """Within it warps start TMA copies without waiting for their warpgroup's others."""
+
+    def start_alone(alone: bool) -> None:
+        if not interpreting():
+            plgpu.inline_mgpu()(functools.partial(jax_patches.start_alone, alone=alone))()
+
+    start_alone(True)
+    yield
+    start_alone(False)
 
 
 def specialize(
@@ -482,12 +490,8 @@ def specialize(
 
     def produce() -> None:
         plgpu.set_max_registers(producer_registers, action="decrease")
-        if not copies_alone:
+        with _copies_alone() if copies_alone else contextlib.nullcontext():
             producer()
-            return
-        _produce(True)
-        producer()
-        _produce(False)
 
     def consume() -> None:
         plgpu.set_max_registers(consumer_registers, action="increase")

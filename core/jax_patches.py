@@ -57,7 +57,7 @@ def mark(context: launch_context.LaunchContext) -> None:
     """Marks the kernel that is being lowered as one of `engine.kernel`, with nothing left of one that could not be lowered."""
     setattr(context, _MARK, True)
     _depth.set(0)
-    _producing.set(False)
+    _alone.set(False)
 
 
 def is_marked(context: launch_context.LaunchContext) -> bool:
@@ -234,23 +234,23 @@ def share_descriptors() -> None:
 
 _ASYNC_LOAD = "mosaic_gpu.async_load"
 _ALONE = "mgpu_ops.alone"  # attribute of a copy before which no warp waits for the others
-_producing: ContextVar[bool] = ContextVar("_producing", default=False)  # whether copies from here on have it
+_alone: ContextVar[bool] = ContextVar("_alone", default=False)  # whether copies from here on have it
 
 
-def produce(context: launch_context.LaunchContext, producing: bool) -> None:
+def start_alone(context: launch_context.LaunchContext, alone: bool) -> None:
     """From here on a warp starts its copies without waiting for the warpgroup's others; or as Mosaic GPU has it."""
     del context
-    _producing.set(producing)
+    _alone.set(alone)
 
 
 def copy_alone() -> None:
-    """Producers start copies without waiting for their other warps (`produce`)."""
+    """Producers can start copies without waiting for their other warps (`start_alone`)."""
     create, lower = dialect.async_load, dialect_lowering._lowerings[_ASYNC_LOAD]
 
     @functools.wraps(create)
     def create_alone(*args: Any, **options: Any) -> Any:
         op = create(*args, **options)
-        if _producing.get():
+        if _alone.get():
             op.attributes[_ALONE] = ir.UnitAttr.get()
         return op
 

@@ -73,19 +73,19 @@ def measured() -> list[Measured]:
     """All that there is, of configs whose kernel is the present one; of calls on an H100, also with producers that waited."""
     return [
         *_sweeps(),
-        *_drawn(),
-        *_drawn_again(),
+        *_no_faster_since(_drawn()),
+        *_no_faster_since(_drawn_again()),
         *_timed("ping-pong, cold", PING_PONG),
         *_timed("deferred, cold", *DEFERRED),
-        *_timed("suite anywhere, cold", ANYWHERE),
+        *_no_faster_since(_timed("suite anywhere, cold", ANYWHERE)),
         *_timed("few rows, cold", FEW_ROWS),
-        *_timed("drawn with alternatives, cold", ALTERNATIVES, now=True),
-        *_timed("128 to 2048 rows, cold", *HALF_PANELS, now=True),
-        *_timed("65 to 3000 rows, cold", MID_ROWS, now=True, after=True),
+        *_no_faster_since(_timed("drawn with alternatives, cold", ALTERNATIVES, now=True)),
+        *_no_faster_since(_timed("128 to 2048 rows, cold", *HALF_PANELS, now=True)),
+        *_timed("65 to 3000 rows, cold", MID_ROWS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
-        *_residuals(),
+        *_no_faster_since(_residuals()),
         *_grouped(),
         *_short_tiles(),
         *_quantized(),
@@ -105,12 +105,11 @@ def _sweeps() -> Iterator[Measured]:
 
 
 def _drawn() -> Iterator[Measured]:
-    """Drawn problems, with a warm L2, without configs that are faster since (`_waited`; of the first run, `_ragged`)."""
+    """Drawn problems, with a warm L2. Of the first run without the configs whose copies the kernel has changed since."""
     for number, run in enumerate(json.loads(gzip.decompress(DRAWN.read_bytes()))["runs"]):
         for entry in run["problems"]:
             p = MatmulProblem(**entry["problem"])
             pairs = [(MatmulConfig(**c["config"]), c["us"]) for c in entry["configs"]]
-            pairs = [(c, us) for c, us in pairs if not _waited(p, c)]
             if number == 0:
                 pairs = [(c, us) for c, us in pairs if not _ragged(p, c)]
             if pairs:
@@ -122,11 +121,8 @@ def _drawn_again() -> Iterator[Measured]:
     return _timed("drawn again, cold", *DRAWN_AGAIN)
 
 
-def _timed(source: str, *names: str, now: bool = False, after: bool = False) -> Iterator[Measured]:
-    """Problems of matmul with a cold L2, a line each.
-
-    now: the kernel loads what is inside the arrays (`_reaches_outside`). after: and its producers do not wait (`_waited`).
-    """
+def _timed(source: str, *names: str, now: bool = False) -> Iterator[Measured]:
+    """Problems of matmul with a cold L2, a line each. now: the kernel loaded what is inside the arrays (`_reaches_outside`)."""
     for line in b"".join(_read(RESULTS / name) for name in names).splitlines():
         entry = json.loads(line)
         if "problem" not in entry:
@@ -137,18 +133,22 @@ def _timed(source: str, *names: str, now: bool = False, after: bool = False) -> 
         pairs = [(c, us) for c, us in pairs if c.cluster != "k" or c.split_k == 2]  # some clusters of more had to wait
         if not now:
             pairs = [(c, us) for c, us in pairs if not _reaches_outside(MatmulProblem(**entry["problem"]), c)]
-        if not after:
-            pairs = [(c, us) for c, us in pairs if not _waited(MatmulProblem(**entry["problem"]), c)]
         if pairs:
             yield Measured("matmul", source, MatmulProblem(**entry["problem"]), pairs, entry["xla_us"])
 
 
-def _waited(p: MatmulProblem, c: MatmulConfig) -> bool:
-    """Whether a step of a small tile took as long as its copies did while a producer's warps waited for each other before each.
+def _no_faster_since(found: Iterable[Measured]) -> Iterator[Measured]:
+    """Of matmuls whose producers' warps waited before each copy, the times that are no shorter since these do not.
 
-    With up to 64 rows it is HBM that takes longer.
+    Steps of small tiles took as long as their copies, but with up to 64 rows, where HBM takes longer.
     """
-    return c.schedule != "cooperative" and p.m > 64 and c.tile_m * c.tile_n < 128 * 128
+    for one in found:
+        problem: Any = one.problem
+        every: Sequence[tuple[Any, float]] = one.times
+        few = problem.m <= 64
+        times = [(c, us) for c, us in every if few or c.schedule == "cooperative" or c.tile_m * c.tile_n >= 128 * 128]
+        if times:
+            yield dataclasses.replace(one, times=times)
 
 
 def _reaches_outside(p: MatmulProblem, c: MatmulConfig) -> bool:
@@ -219,17 +219,15 @@ def _short_tiles() -> Iterator[Measured]:
 
 def _residuals() -> Iterator[Measured]:
     """Drawn products with a residual or another epilogue, with a warm L2: a line for XLA's time, then one for each config."""
-    found: list[tuple[MatmulProblem, float, list[tuple[MatmulConfig, float]]]] = []
+    found: list[tuple[Problem, float, list[tuple[Config, float]]]] = []
     for line in _read(RESULTS / RESIDUALS).splitlines()[1:]:
         entry = json.loads(line)
         if entry["config"] == "xla":
             found.append((MatmulProblem(**entry["p"]), entry["us"], []))
         else:
             found[-1][2].append((MatmulConfig(**entry["config"]), entry["us"]))
-    for problem, xla_us, all_pairs in found:
-        pairs = [(c, us) for c, us in all_pairs if not _waited(problem, c)]
-        if pairs:
-            yield Measured("matmul", "drawn with a residual, warm", problem, pairs, xla_us)
+    for problem, xla_us, pairs in found:
+        yield Measured("matmul", "drawn with a residual, warm", problem, pairs, xla_us)
 
 
 def _quantized() -> Iterator[Measured]:

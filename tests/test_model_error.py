@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
         "65 to 3000 rows, cold",
     }
     assert {(op, "short tiles, warm") for op in ("grouped_matmul", "gated_grouped_matmul")} <= sources
+
+
+def test_each_source_of_an_op_has_a_look_of_its_own_in_the_picture() -> None:
+    sources = collections.Counter(op for op, _ in model_error.by_source(model_error.measured()))
+    looks = set(zip(model_error._COLOURS, model_error._MARKERS, strict=True))
+    assert len(looks) == len(model_error._COLOURS) >= max(sources.values())
 
 
 def test_no_drawn_product_with_a_residual_runs_what_was_slower_by_3_percent() -> None:

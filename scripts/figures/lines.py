@@ -63,10 +63,13 @@ def problems(results: Path, what: str, *others: str) -> list[Problem]:
     return list(found.values())
 
 
+MATMULS = "h200-matmul(-llm-rows)?"  # of the published suite, some of which are among the layers of Llama 3 too
+
+
 def published_matmuls(results: Path) -> list[Problem]:
-    """matmul's published suite: each problem by its newest time, be it as one of the layers of Llama 3."""
+    """matmul's published suite: each problem by its newest time."""
     names = {p.name for p in problems(results, "h200-matmul")}
-    return [p for p in problems(results, "h200-matmul(-llm-rows)?") if p.name in names]
+    return [p for p in problems(results, MATMULS) if p.name in names]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.figures.lines import HEAD, Problem, files, line, newest, of_dense, problems, published_matmuls, sources, strip
+from scripts.figures.lines import (
+    HEAD,
+    MATMULS,
+    Problem,
+    files,
+    line,
+    newest,
+    of_dense,
+    problems,
+    published_matmuls,
+    sources,
+    strip,
+)
 
 
 def rooflines(results: Path, *landmarks: tuple[str, str, str, tuple[str, ...]]) -> Iterator[str]:
@@ -29,7 +41,7 @@ def rooflines(results: Path, *landmarks: tuple[str, str, str, tuple[str, ...]]) 
 def matmul_roofline(results: Path) -> Iterator[str]:
     bursts = ("square-8192", "llama3-8b-qkv-4096", "llama3-8b-gate_up-128", "llama3-8b-out-128", "llama3-8b-down-256")
     held = ("h200-matmul-sustained", "llama3-70b-qkv-8192, without pause", "llama3-70b-qkv-8192", ("xla",))
-    yield from rooflines(results, *(("h200-matmul", "", name, ("xla",)) for name in bursts), held)
+    yield from rooflines(results, *((MATMULS, "", name, ("xla",)) for name in bursts), held)
 
 
 def flash_attention_roofline(results: Path) -> Iterator[str]:
