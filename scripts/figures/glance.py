@@ -28,6 +28,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("grouped matmul, training", "faster of JAX's, tokamax", training, "jax-pallas", "tokamax")
     yield strip("grouped matmul, decoding", "faster of JAX's, tokamax", decoding, "jax-pallas", "tokamax")
     yield strip("grouped matmul, gradient of weights", "JAX's kernel", weights, "jax-pallas")
+    yield from grouped_of_other_models(results)
     yield strip("matmul, m = 128", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] == 128], "xla")
     yield strip("matmul, m >= 256", "XLA (cuBLAS)", [p for p in matmuls if p.shape[0] >= 256], "xla")
     yield strip("matmul, random shapes, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-anywhere"), "xla")
@@ -60,14 +61,23 @@ def strips(results: Path) -> Iterator[Strip]:
 
 def drawn_attention(results: Path, gpu: str) -> Iterator[Strip]:
     others, what = ("cudnn", "tokamax"), f"{gpu}-flash_attention-anywhere"
-    drawn = [p for p in problems(results, what) if {*others} & p.rows.keys()]
-    yield strip(
-        "attention, random shapes, untuned",
-        "faster of cuDNN, tokamax",
-        drawn,
-        ratio=lambda p: min(p.us(x) for x in others if x in p.rows) / p.us("mgpu_ops"),
-    )
+    yield beside_any("attention, random shapes, untuned", "faster of cuDNN, tokamax", problems(results, what), *others)
     yield strip("the same, forward + backward", "cuDNN", problems(results, f"{what}-grad"), "cudnn")
+
+
+def grouped_of_other_models(results: Path) -> Iterator[Strip]:
+    """Products and weights' gradients of models that nothing is tuned for; the others have settings that won elsewhere."""
+    products = problems(results, "h200-grouped_matmul-other-models")
+    weights = problems(results, "h200-ragged_contraction-other-models", "jax-pallas")
+    what = "grouped matmul, other models, untuned"
+    yield beside_any(what, "faster of JAX's, tokamax", products, "jax-pallas", "tokamax")
+    yield strip("the same, gradient of weights", "JAX's kernel", weights, "jax-pallas")
+
+
+def beside_any(what: str, beside: str, found: list[Problem], *others: str) -> Strip:
+    """Ratios to the fastest of those that take a problem, of the problems that any of them takes."""
+    timed = [p for p in found if {*others} & p.rows.keys()]
+    return strip(what, beside, timed, ratio=lambda p: min(p.us(x) for x in others if x in p.rows) / p.us("mgpu_ops"))
 
 
 _OF_A_LAYER = ("gated_matmul", "rms_norm", "rotary", "embedding", "cross_entropy", "quantize")
@@ -125,6 +135,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
     "matmul, random shapes, untuned",
     "matmul, other models, untuned",
     "grouped matmul, training",
+    "grouped matmul, other models, untuned",
     "a training step in 16 bits",
     "a training step in 16 bits, other models, untuned, H100",
     "all_reduce, 4 GPUs, kernel",

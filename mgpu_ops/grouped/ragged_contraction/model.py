@@ -13,6 +13,8 @@ from mgpu_ops.grouped.config import SCHEDULES, Config, defers, is_dynamic, panel
 from mgpu_ops.grouped.ragged_contraction.problem import Problem, bytes_moved, check, supports
 
 _HIDDEN = 0.60  # of the store of a tile that is deferred, where the next one has steps enough
+_LATE = 0.05  # times longer is it where no group has rows enough: 41 rows in 13 groups took 175 us, not deferred 168
+_HALF_A_GROUP = 0.5  # of such rows, below which there is none
 
 # Tiles handed out (results/2026-11-22-h200-grouped-handed-out.jsonl and -23-h200-grouped-deferred-short.jsonl) take XLA's
 # kernels that order the groups, and are a little slower; in turn, the block with most to do is behind the others.
@@ -31,7 +33,10 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     steps = blocks / p.groups
     written = p.groups * p.k * p.n * itemsize_of(p.out_dtype)
     moved, rows = (bytes_moved(p) - written, written), (p.m, p.m) if p.transposed else (p.k, p.n)
-    hidden = _HIDDEN * _long_enough(p, epilogue_tiles(c) * c.tile_k) if defers(c) else 0.0
+    hidden = 0.0
+    if defers(c):
+        enough = _long_enough(p, epilogue_tiles(c) * c.tile_k)
+        hidden = _HIDDEN * enough if enough else -_LATE
     rate = gpu.flops(p.dtype) / gpu.bf16_flops
     seconds = common.cost(p, c, tiles, steps, moved, rows, gpu, rate, hidden)
     return _HANDED_OUT + _OUT_OF_TURN * seconds if is_dynamic(c) else seconds + _uneven(p, c, tiles / p.groups, gpu)
@@ -40,7 +45,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 def _long_enough(p: Problem, rows: int) -> float:
     """Of how many groups, about, the tiles take so many rows that the store of the tile before is hidden."""
     if p.spread == "skewed":
-        return min(1.0, p.m / (rows * _harmonic(p.groups)) / p.groups)
+        groups = p.m / (rows * _harmonic(p.groups))
+        return min(1.0, groups / p.groups) if groups > _HALF_A_GROUP else 0.0
     used = 0.5 if p.spread == "sparse" else 1.0
     return used * (p.m >= rows * p.groups * used)
 

@@ -349,6 +349,12 @@ def test_stores_are_not_deferred_by_the_model_where_groups_have_few_rows(rows):
     assert (costs[1] < costs[0]) == (rows == 4096)
 
 
+@pytest.mark.parametrize(("rows", "deferred"), [(41, False), (262, False), (4096, True)])
+def test_of_skewed_groups_one_must_have_rows_enough_for_stores_to_be_deferred(rows, deferred):
+    """41 rows in 13 groups took 175 us with stores deferred, without 168."""
+    assert SPEC.default(P(rows, 3184, 6944, 13, spread="skewed"), H200).schedule.endswith("deferred") == deferred
+
+
 # --- compiled, without a GPU
 
 
