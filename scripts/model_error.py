@@ -35,6 +35,11 @@ ALTERNATIVES = "2026-11-24-h200-matmul-drawn-2411-configs.jsonl"
 FEW_ROWS = "2026-11-23-h200-matmul-few-rows-configs.jsonl"
 HALF_PANELS = ("2026-11-28-h200-matmul-half-panels.jsonl", "2026-11-28-h200-matmul-mid.jsonl")
 MID_ROWS = "2026-11-29-h200-matmul-65-to-3000-rows.jsonl.gz"
+FEW_TILES = (
+    "2026-11-29-h200-matmul-few-tiles.jsonl.gz",
+    "2026-11-29-h200-matmul-few-tiles-again.jsonl",
+    "2026-11-29-h200-matmul-few-tiles-margin.jsonl",
+)
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
@@ -82,6 +87,7 @@ def measured() -> list[Measured]:
         *_no_faster_since(_timed("drawn with alternatives, cold", ALTERNATIVES, now=True)),
         *_no_faster_since(_timed("128 to 2048 rows, cold", *HALF_PANELS, now=True)),
         *_timed("65 to 3000 rows, cold", MID_ROWS, now=True),
+        *_timed("few tiles, cold", *FEW_TILES, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
@@ -368,8 +374,9 @@ _COLOURS = (
     "#4455cc",
     "#222222",
     "#e08080",
+    "#6a3d9a",
 )
-_MARKERS = "os^Dv<>phXd*P"
+_MARKERS = "os^Dv<>phXd*PH"
 _ACROSS = 3
 
 

@@ -84,7 +84,12 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     """
     p = problem
     fitted = list(_fitted(problem, gpu))
-    rows = {m for m, _ in fitted} | {64, 128, 192, 256} | set(_FEW_ROWS if p.m <= _MOST_FEW_ROWS else ())
+    rows = (
+        {m for m, _ in fitted}
+        | {*_parts_of_rows(problem)}
+        | {64, 128, 192, 256}
+        | set(_FEW_ROWS if p.m <= _MOST_FEW_ROWS else ())
+    )
     columns = {n for _, n in fitted} | {64, 96, 128, 160, 192, 224, 256}
     rows |= _widths(p, gpu, turned=True)
     columns |= _widths(p, gpu, turned=False)
@@ -200,6 +205,7 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         more = (("none", parts),) if parts > 1 and ("none", parts) not in _SPLITS else ()
         divided.append((tile, _DIVISIONS, (*_SPLITS, *more)))
     divided += [((m, n, _line(problem)), _DIVISIONS, _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
+    divided += [((m, _SMALLEST, _line(problem)), _DIVISIONS, _SPLITS[:1]) for m in _parts_of_rows(problem)]
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
         shape = _shape(tile_m, tile_n, tile_k)
         for warpgroups, wg_dimension in divisions:
@@ -265,6 +271,19 @@ def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
                 columns = round_up(math.ceil(p.n / across), 32) if across else 0  # narrower epilogue tiles are slow
                 if columns % gemm.ROWS and gemm.ROWS < columns < 256 and tile_m < p.m + gemm.ROWS:
                     yield tile_m, columns
+
+
+def _parts_of_rows(problem: Problem) -> Iterator[int]:
+    """Rows of tiles of the transposed product that share few rows of A among so many blocks: of few columns all SMs have one.
+
+    The weights are read once from HBM, and once more from L2 for each other part.
+    """
+    a_t, _ = transposed(problem)
+    if itemsize_of(multiplied(problem).dtype) == 2 and not a_t:
+        for parts in range(2, _MOST_PARTS + 1):
+            rows = round_up(math.ceil(problem.m / parts), 8)
+            if _FEW_ROWS[1] <= rows <= _FEW_ROWS[-1]:
+                yield rows
 
 
 def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
@@ -367,8 +386,6 @@ def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Con
         return
     for config in ranked[:_MOST_AHEAD]:
         few = computes_transposed(config) and config.tile_m < gemm.ROWS
-        if problem.residual and not few:
-            continue
         tiles = problem.batch * math.ceil(problem.m / config.tile_m) * math.ceil(problem.n / config.tile_n) * config.split_k
         alone = config.cluster != "k" or few or (config.compute_warpgroups == 2 and not computes_transposed(config))
         if config.schedule == "cooperative" and alone and tiles <= 4 * gpu.sms:

@@ -39,6 +39,7 @@ _NOT_HIDDEN = {"deferred": 0.5666, "pingpong": 0.841}  # of a store's time takes
 _SWIZZLE_64 = 0.807  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _SMEM, _SMEM_BYTES_PER_CLOCK = 0.8241, 128  # of the time at which shared memory is read and written, at the boost clock
 _LOADS = 0.6674  # of the time at rates.LOAD_BYTES_PER_CLOCK
+_LOADS_ALONE = 0.243  # of that time a block saves where no other SM loads, less of it by the share of SMs that do
 _STORE = 1.206  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 # Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
@@ -62,19 +63,20 @@ _ISSUE = {
     "cooperative": 7.146e-08,
     "deferred": 8.642e-08,
     "pingpong": 4.162e-08,
-    "ahead": 3.656e-08,
+    "ahead": 4.088e-08,
 }  # s of a step in which nothing multiplies
 _ISSUE_SHARED = {1: 0, 2: 1.777e-08, 4: 3.034e-09}  # and more where so many blocks share an operand: each waits for the others
-_START_SHARED = {1: 0.0, 2: 2.046e-07, 4: 4.188e-07}  # s later begin the blocks of a cluster: each waits for the others
+_START_SHARED = {1: 0.0, 2: 1.889e-07, 4: 3.533e-07}  # s later begin the blocks of a cluster: each waits for the others
 _CROWD = 7.275e-11  # s for each row of a line that blocks ask for at once, and each block: see `_crowded`
 _SOONER = 2.507e-07  # s less, where the kernel has its own pipeline and not Pallas's
-_FIRST_STEP = 0.469  # of a step is added once with the next step's wgmma in flight: nothing hides the first step's loads
+_FIRST_STEP = 0.572  # of a step is added once with the next step's wgmma in flight: nothing hides the first step's loads
 _COLD = 6.633e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
-_PARTS = 3.164  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_SUM_LAUNCH = 1.065e-06  # s that the kernel takes which adds up the parts of a split k,
+_PARTS = 3.258  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
-_SUM = 4.257e-07  # s that a sum in a cluster takes,
-_SUM_OWN = 2.705  # and times the store of a float32 tile: for the block that adds up,
-_SUM_PART = 2.549  # and for each other block
+_SUM = 4.506e-07  # s that a sum in a cluster takes,
+_SUM_OWN = 2.793  # and times the store of a float32 tile: for the block that adds up,
+_SUM_PART = 2.739  # and for each other block
 _SHARED = 0.421  # of that is left where each block adds up a share of the tile
 _HBM = 1.053  # of the time at the datasheet's rate,
 _HBM_ACROSS_LINES = {128: 1.0, 64: 1.133, 32: 1.119, 16: 1.038}  # and times as long for an operand of such rows
@@ -122,7 +124,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         arithmetic += _ISSUE_SHARED[max(down, across)]
     crowded = _crowded(problem, config, gpu) * (_APART if crowds(p, c) else 1.0)
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
-    loaded = _loaded(p, c) / rates.load_bytes(gpu)
+    at_work = min(1.0, clusters * cluster_size(c) / gpu.sms)  # of the SMs
+    loaded = _loaded(p, c) / rates.load_bytes(gpu) * (1.0 - _LOADS_ALONE * (1.0 - at_work))
     norm = _STEP_NORM_AHEAD if c.schedule == "ahead" else _STEP_NORM
     step = gemm.together(norm, arithmetic, loaded, _shared_memory(p, c) / gpu.clock_hz, latency, crowded)
     step *= _RESIDUAL_TWO_STAGES if p.residual and c.max_concurrent_steps == 2 else 1.0
@@ -148,7 +151,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         reduction += waves * (_SHARED * summed if adds_shares(p, c) else summed)
     elif c.split_k > 1:
         reduction += (
-            _LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
+            _SUM_LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
         )
     own_pipeline = 0.0 if c.schedule == "cooperative" else _SOONER
     at_once, clusters = resident_clusters(cluster_size(c), gpu), max(clusters, 1)
