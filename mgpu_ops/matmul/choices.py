@@ -86,7 +86,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     fitted = list(_fitted(problem, gpu))
     rows = (
         {m for m, _ in fitted}
-        | {*_parts_of_rows(problem)}
+        | {*_parts_of_few_rows(problem)}
         | {64, 128, 192, 256}
         | set(_FEW_ROWS if p.m <= _MOST_FEW_ROWS else ())
     )
@@ -134,8 +134,8 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     """Configs chosen without measurements, the least modelled `cost` first: of each tile, split of k, wg_dimension and size of
     cluster one.
 
-    The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. With at most 48 rows, some compute the
-    transposed product. Raises ValueError where `supports` has a reason.
+    The pipeline is as deep as shared memory allows, and strips are 8 tiles wide. Some compute the transposed product. Raises
+    ValueError where `supports` has a reason.
     """
     return [config for _, config in _ranked(problem, gpu)]
 
@@ -205,7 +205,7 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         more = (("none", parts),) if parts > 1 and ("none", parts) not in _SPLITS else ()
         divided.append((tile, _DIVISIONS, (*_SPLITS, *more)))
     divided += [((m, n, _line(problem)), _DIVISIONS, _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
-    divided += [((m, _SMALLEST, _line(problem)), _DIVISIONS, _SPLITS[:1]) for m in _parts_of_rows(problem)]
+    divided += [((m, _SMALLEST, _line(problem)), _DIVISIONS, _SPLITS[:1]) for m in _parts_of_few_rows(problem)]
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
         shape = _shape(tile_m, tile_n, tile_k)
         for warpgroups, wg_dimension in divisions:
@@ -258,12 +258,10 @@ def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
     p = problem
     if itemsize_of(multiplied(p).dtype) != 2:
         return
-    a_t, b_t = transposed(p)
-    if not a_t:
-        for parts in range(1, _MOST_PARTS + 1):
-            rows = round_up(math.ceil(p.m / parts), 8)
-            if rows % gemm.ROWS and _FEW_ROWS[-1] < rows < 256:
-                yield from ((rows, columns) for columns in (64, 128, 192, 256))
+    _, b_t = transposed(p)
+    for rows in _rows_of_parts(p):
+        if _FEW_ROWS[-1] < rows < 256:
+            yield from ((rows, columns) for columns in (64, 128, 192, 256))
     if b_t:
         for tile_m in (64, 128, 192, 256):
             for waves in range(1, _MOST_WAVES + 1):
@@ -273,17 +271,23 @@ def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
                     yield tile_m, columns
 
 
-def _parts_of_rows(problem: Problem) -> Iterator[int]:
-    """Rows of tiles of the transposed product that share few rows of A among so many blocks: of few columns all SMs have one.
+def _parts_of_few_rows(problem: Problem) -> Iterator[int]:
+    """Rows of tiles, of the transposed product, of which two to four hold all rows: so few columns make a tile for more SMs.
 
-    The weights are read once from HBM, and once more from L2 for each other part.
+    B is read once from HBM, and once more from L2 for each other part.
     """
-    a_t, _ = transposed(problem)
-    if itemsize_of(multiplied(problem).dtype) == 2 and not a_t:
-        for parts in range(2, _MOST_PARTS + 1):
-            rows = round_up(math.ceil(problem.m / parts), 8)
-            if _FEW_ROWS[1] <= rows <= _FEW_ROWS[-1]:
-                yield rows
+    if itemsize_of(multiplied(problem).dtype) == 2:
+        yield from (rows for rows in _rows_of_parts(problem, least=2) if _FEW_ROWS[1] <= rows <= _FEW_ROWS[-1])
+
+
+def _rows_of_parts(p: Problem, least: int = 1) -> Iterator[int]:
+    """The rows of A in equal parts, in eights but not in 64s: tiles of the transposed product, where A is stored along k."""
+    if transposed(p)[0]:
+        return
+    for parts in range(least, _MOST_PARTS + 1):
+        rows = round_up(math.ceil(p.m / parts), 8)
+        if rows % gemm.ROWS:
+            yield rows
 
 
 def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:

@@ -30,7 +30,8 @@ from mgpu_ops.matmul.quantities import bytes_moved
 
 # Fitted to nine recorded sweeps, 260 drawn problems, 24 of few rows and 92 stored entries of an H200 (docs/kernels/matmul.md).
 # `_ISSUE` of "ahead", `_STEP_NORM_AHEAD` and `_FIRST_STEP`: to 44 drawn problems of 65 to 3000 rows
-# (results/2026-11-29-h200-matmul-65-to-3000-rows.jsonl.gz).
+# (results/2026-11-29-h200-matmul-65-to-3000-rows.jsonl.gz). The first and the last, `_LOADS_ALONE`, `_START_SHARED`, `_PARTS`
+# and `_SUM...` also to 37 of few tiles (results/2026-11-29-h200-matmul-few-tiles.jsonl.gz).
 _RATE = 1.27  # of rates.POWER: bursts draw less power than what a program sustains
 _ONE_WARPGROUP = 0.7325  # of the rate is left with one consumer: nothing multiplies while it stores or waits,
 _ONE_AHEAD = 0.9634  # and where the next step is in flight
@@ -39,7 +40,7 @@ _NOT_HIDDEN = {"deferred": 0.5666, "pingpong": 0.841}  # of a store's time takes
 _SWIZZLE_64 = 0.807  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _SMEM, _SMEM_BYTES_PER_CLOCK = 0.8241, 128  # of the time at which shared memory is read and written, at the boost clock
 _LOADS = 0.6674  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_LOADS_ALONE = 0.243  # of that time a block saves where no other SM loads, less of it by the share of SMs that do
+_LOADS_ALONE = 0.243  # of that time a block saves where no other SM loads; of this the share of SMs that do not
 _STORE = 1.206  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 # Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
@@ -71,8 +72,7 @@ _CROWD = 7.275e-11  # s for each row of a line that blocks ask for at once, and 
 _SOONER = 2.507e-07  # s less, where the kernel has its own pipeline and not Pallas's
 _FIRST_STEP = 0.572  # of a step is added once with the next step's wgmma in flight: nothing hides the first step's loads
 _COLD = 6.633e-07  # s more, in products of a few microseconds, until operands that are not in L2 arrive
-_SUM_LAUNCH = 1.065e-06  # s that the kernel takes which adds up the parts of a split k,
-_PARTS = 3.258  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
+_PARTS = 3.2  # times the parts of a split k at HBM's rate: they are written, read, and partly in L2
 _SUM_RESIDUAL = 1e-6  # s that the kernel which adds them up takes more with a residual
 _SUM = 4.506e-07  # s that a sum in a cluster takes,
 _SUM_OWN = 2.793  # and times the store of a float32 tile: for the block that adds up,
@@ -151,7 +151,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         reduction += waves * (_SHARED * summed if adds_shares(p, c) else summed)
     elif c.split_k > 1:
         reduction += (
-            _SUM_LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
+            _LAUNCH + _SUM_RESIDUAL * problem.residual + _PARTS * p.batch * p.m * p.n * 4 / (2 * gpu.memory_bytes_per_s)
         )
     own_pipeline = 0.0 if c.schedule == "cooperative" else _SOONER
     at_once, clusters = resident_clusters(cluster_size(c), gpu), max(clusters, 1)

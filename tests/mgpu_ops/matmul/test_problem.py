@@ -176,12 +176,15 @@ def test_rows_outside_an_array_cost_time_only_where_they_are_loaded():
     assert over_ahead(few) > 1.1 * over_ahead(full)
 
 
-@pytest.mark.parametrize("sizes", [(13, 232, 17816), (4, 144, 21000), (40, 200, 1248), (23, 776, 20208)])
-def test_a_long_k_of_few_tiles_is_divided_into_as_many_parts_as_are_one_wave(sizes):
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [((13, 232, 17816), 9), ((4, 144, 21000), 9), ((40, 200, 1248), 9), ((23, 776, 20208), 9), ((23, 1560, 20208), 5)],
+)
+def test_a_long_k_of_few_tiles_is_divided_into_as_many_parts_as_are_one_wave(sizes, parts):
     p = Problem(*sizes)
     found = SPEC.default(p, H200)
     tiles, steps = -(-p.m // found.tile_m) * -(-p.n // found.tile_n), -(-p.k // found.tile_k)
-    assert found.split_k > 8
+    assert found.split_k >= parts
     assert tiles * found.split_k <= H200.sms
     assert -(-steps // found.split_k) * (found.split_k - 1) < steps  # each part has a step
     assert SPEC.check(p, found, H200) is None
@@ -213,10 +216,10 @@ def test_rows_of_a_stored_along_m_are_not_divided_below_64():
 
 
 def test_loads_of_few_blocks_take_less_time():
-    """The same tiles, which each block loads alone: on a fourth of the SMs and on all of them."""
+    """The same tiles of as many steps, on a fourth of the SMs and on nearly all: HBM alone makes a difference of 1 %."""
     tile = replace(BASE, tile_m=64, tile_n=64, compute_warpgroups=1, schedule="ahead", max_concurrent_steps=12)
-    few, all_sms = Problem(64, 64 * 33, 4096), Problem(64, 64 * 132, 4096)
-    assert SPEC.cost(few, tile, H200) < 0.92 * SPEC.cost(all_sms, tile, H200)
+    few, many = Problem(256, 512, 8192), Problem(1024, 512, 8192)
+    assert SPEC.cost(few, tile, H200) < 0.95 * SPEC.cost(many, tile, H200)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,8 @@ def test_a_default_with_a_residual_has_the_next_step_in_flight_where_tiles_are_f
         (Problem(245, 1096, 1016), 0.86),  # a short k
         (Problem(16, 1096, 3072), 0.86),
         (Problem(245, 1096, 3072, activation="gelu"), 0.86),
+        (Problem(245, 1096, 3072, batch=2), 0.86),
+        (Problem(2012, 224, 4608, layout="nt"), 0.86),  # more rows, and fewer columns, than those measured
         (Problem(1232, 1280, 2048), 0.86),  # 100 tiles: the kernel was at 0.953x of XLA
         (Problem(480, 8512, 2432, layout="nt"), 0.86),  # 0.967x
         (Problem(640, 5120, 5120), 0.94),  # a long k
