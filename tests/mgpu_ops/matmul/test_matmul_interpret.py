@@ -153,6 +153,10 @@ CASES = {
         P(200, 136, 72, layout="nt"),
         replace(FEW_ROWS, tile_m=104, tile_n=128, compute_warpgroups=2, wg_dimension="n"),
     ),
+    "transposed, three parts of the rows, ahead, residual": (
+        P(70, 328, 264, residual=True),
+        replace(FEW_ROWS, tile_m=24, max_concurrent_steps=3, schedule="ahead"),
+    ),
     "transposed, A transposed": (P(40, 200, 136, layout="tn"), replace(FEW_ROWS, tile_m=32)),
     "rows of A shorter than a line, steps of k rotated": (P(24, 456, 328, layout="tn"), replace(FEW_ROWS, tile_m=32)),
     "transposed, both transposed, raster along n": (
