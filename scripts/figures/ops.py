@@ -89,6 +89,9 @@ def matmul(results: Path) -> Iterator[str]:
     yield from sources(*files(forward, both, sampled, drawn, sustained))
 
 
+_TRAINING = 8192  # rows of all groups, from which on a product is one of training
+
+
 def grouped_matmul(results: Path) -> Iterator[str]:
     training, decoding = problems(results, "h200-grouped_matmul-training"), problems(results, "h200-grouped_matmul-decoding")
     dlhs, drhs = problems(results, "h200-grouped_matmul-dlhs"), problems(results, "h200-ragged_contraction")
@@ -106,9 +109,17 @@ def grouped_matmul(results: Path) -> Iterator[str]:
     yield line("decoding", jax, decoding, "jax-pallas")
     yield line("decoding", tokamax, decoding, "tokamax")
     yield line("decoding", "the faster of the two", decoding, "jax-pallas", "tokamax")
+    untuned = [
+        p for p in problems(results, "h200-grouped_matmul-other-models", "jax-pallas", "tokamax") if p.shape[0] >= _TRAINING
+    ]
+    untuned_drhs = problems(results, "h200-ragged_contraction-other-models", "jax-pallas")
+    yield line("other models, untuned, training", dense, untuned, "dense", ratio=of_dense)
+    yield line("other models, untuned, training", "the faster of the two", untuned, "jax-pallas", "tokamax")
+    yield line("other models, untuned, gradient of rhs", dense, untuned_drhs, "dense", ratio=of_dense)
+    yield line("other models, untuned, gradient of rhs", "JAX's kernel", untuned_drhs, "jax-pallas")
     rates = [float(p.rows["mgpu_ops"]["gbs"]) / 1000 for p in decoding]
     yield f"\nDecoding moves {min(rates):.1f} to {max(rates):.1f} TB/s."
-    yield from sources(*files(training, decoding, dlhs, drhs))
+    yield from sources(*files(training, decoding, dlhs, drhs, untuned, untuned_drhs))
 
 
 def grouped_problems(results: Path) -> Iterator[str]:
