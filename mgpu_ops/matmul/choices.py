@@ -272,7 +272,7 @@ def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
 
 
 def _parts_of_few_rows(problem: Problem) -> Iterator[int]:
-    """Rows of tiles, of the transposed product, of which two to four hold all rows: so few columns make a tile for more SMs.
+    """Rows of a tile of the transposed product where two to four tiles hold all rows of A: so more SMs have one.
 
     B is read once from HBM, and once more from L2 for each other part.
     """

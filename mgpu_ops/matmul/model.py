@@ -40,7 +40,7 @@ _NOT_HIDDEN = {"deferred": 0.5666, "pingpong": 0.841}  # of a store's time takes
 _SWIZZLE_64 = 0.807  # of the rate is left with 64-byte swizzles: wgmma's reads have bank conflicts
 _SMEM, _SMEM_BYTES_PER_CLOCK = 0.8241, 128  # of the time at which shared memory is read and written, at the boost clock
 _LOADS = 0.6674  # of the time at rates.LOAD_BYTES_PER_CLOCK
-_LOADS_ALONE = 0.243  # of that time a block saves where no other SM loads; of this the share of SMs that do not
+_LOADS_ALONE = 0.243  # of that time a block saves where it loads alone; in proportion to the SMs that do nothing
 _STORE = 1.206  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile multiplies meanwhile
 # Times as long take the loads of rows that do not all begin at 128-byte lines, by the bytes they begin at multiples of: such a
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
