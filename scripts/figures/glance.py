@@ -61,7 +61,7 @@ def strips(results: Path) -> Iterator[Strip]:
 
 def drawn_attention(results: Path, gpu: str) -> Iterator[Strip]:
     others, what = ("cudnn", "tokamax"), f"{gpu}-flash_attention-anywhere"
-    yield beside_any("attention, random shapes, untuned", "faster of cuDNN, tokamax", problems(results, what), *others)
+    yield strip("attention, random shapes, untuned", "faster of cuDNN, tokamax", problems(results, what), *others, least=1)
     yield strip("the same, forward + backward", "cuDNN", problems(results, f"{what}-grad"), "cudnn")
 
 
@@ -70,14 +70,8 @@ def grouped_of_other_models(results: Path) -> Iterator[Strip]:
     products = problems(results, "h200-grouped_matmul-other-models")
     weights = problems(results, "h200-ragged_contraction-other-models", "jax-pallas")
     what = "grouped matmul, other models, untuned"
-    yield beside_any(what, "faster of JAX's, tokamax", products, "jax-pallas", "tokamax")
+    yield strip(what, "faster of JAX's, tokamax", products, "jax-pallas", "tokamax", least=1)
     yield strip("the same, gradient of weights", "JAX's kernel", weights, "jax-pallas")
-
-
-def beside_any(what: str, beside: str, found: list[Problem], *others: str) -> Strip:
-    """Ratios to the fastest of those that take a problem, of the problems that any of them takes."""
-    timed = [p for p in found if {*others} & p.rows.keys()]
-    return strip(what, beside, timed, ratio=lambda p: min(p.us(x) for x in others if x in p.rows) / p.us("mgpu_ops"))
 
 
 _OF_A_LAYER = ("gated_matmul", "rms_norm", "rotary", "embedding", "cross_entropy", "quantize")

@@ -86,13 +86,16 @@ class Strip:
         return math.exp(math.fsum(math.log(r) for r, _ in self.ratios) / len(self.ratios))
 
 
-def strip(what: str, beside: str, found: Iterable[Problem], *competitors: str, ratio: Ratio | None = None) -> Strip:
-    """The ratios of those problems that all of `competitors` ran. LookupError where there is none.
+def strip(
+    what: str, beside: str, found: Iterable[Problem], *competitors: str, ratio: Ratio | None = None, least: int | None = None
+) -> Strip:
+    """The ratios of those problems that at least `least` of `competitors` ran, by default all. LookupError where there is none.
 
-    ratio: by default the time of the fastest of `competitors` over ours.
+    ratio: by default the time of the fastest of these over ours.
     """
-    ratio = ratio or (lambda p: min(p.us(competitor) for competitor in competitors) / p.us("mgpu_ops"))
-    timed = [p for p in found if {*competitors} <= p.rows.keys()]
+    ratio = ratio or (lambda p: min(p.us(name) for name in competitors if name in p.rows) / p.us("mgpu_ops"))
+    least = len(competitors) if least is None else least
+    timed = [p for p in found if len({*competitors} & p.rows.keys()) >= least]
     if not timed:
         raise LookupError(f"no problem of {what!r} was timed beside {', '.join(competitors)}")
     known = [p.earlier_config for p in timed if p.earlier_config is not None]

@@ -187,6 +187,7 @@ def test_a_long_k_of_few_tiles_is_divided_into_as_many_parts_as_are_one_wave(siz
     assert found.split_k >= parts
     assert tiles * found.split_k <= H200.sms
     assert -(-steps // found.split_k) * (found.split_k - 1) < steps  # each part has a step
+    assert tiles * (found.split_k + 1) > H200.sms or -(-steps // found.split_k) == -(-steps // min(H200.sms // tiles, steps))
     assert SPEC.check(p, found, H200) is None
 
 
