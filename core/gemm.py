@@ -147,7 +147,7 @@ class Storage:
     b_tiles: tiles of B of a pipeline stage. itemsize: bytes of an element of the operands.
     scales: how many float32 numbers a pipeline stage has beside the operands' tiles, in each of several buffers.
     is_dynamic: whether tiles are handed out as blocks become free (`core/dynamic_scheduler.py`): `SLOTS` numbers and barriers.
-    vector: how many float32 numbers are kept beside all of it.
+    vectors: how many float32 numbers are kept beside all of it, in each of several buffers.
     reduces: whether numbers are added up along rows, for which Mosaic takes `limits.REDUCTIONS`.
     columns_of_b: of a tile of B, where it has more than tile_n.
     """
@@ -161,7 +161,7 @@ class Storage:
     itemsize: int = 2
     scales: tuple[int, ...] = ()
     is_dynamic: bool = False
-    vector: int = 0
+    vectors: tuple[int, ...] = ()
     reduces: bool = False
     columns_of_b: int = 0
 
@@ -187,8 +187,7 @@ class Storage:
         if self.is_dynamic:
             buffers.append(((limits.ALIGNMENT,), 1))  # of which it uses little
             barriers += 2 * SLOTS
-        if self.vector:
-            buffers.append(((self.vector,), 4))
+        buffers += [((numbers,), 4) for numbers in self.vectors]
         if self.reduces:
             buffers.append(((limits.REDUCTIONS,), 1))
         return limits.block_bytes(buffers, barriers)

@@ -14,6 +14,9 @@ would take 27 ms.
 Of matmul with epilogues, 48 problems: `EPILOGUES` take turns, and so do the layouts nn and nt. m is 16 to 16384, n and k
 256 to 16384 in steps of 8, each log-uniform, with at most `MOST_EPILOGUE_FLOPS` operations; every third is of float16.
 
+Of matmul with 8 bits, 48 problems of layout nt: `EIGHT_BITS` take turns. m is 8 to 16384, n and k 256 to 16384 in steps of 16,
+each log-uniform, with at most `MOST_EPILOGUE_FLOPS` operations.
+
 Of grouped ops, 48 problems: every third is of ragged_contraction, the others of grouped_matmul with layouts nn and nt in turn.
 Groups are 4 to 256, rows 2 to 4096 for each of them, up to 262144 in all, n and k from 256 to 16384 in steps of 8, each
 log-uniform; the spreads take turns. The bounds on bytes and operations are the same.
@@ -42,7 +45,14 @@ from typing import Any
 from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.grouped.sizes import SPREADS
 from mgpu_ops.registry.spec import Problem
-from mgpu_ops.tuning.suites import ANYWHERE, ANYWHERE_ATTENTION, ANYWHERE_EPILOGUES, ANYWHERE_GROUPED, ANYWHERE_LAYERS
+from mgpu_ops.tuning.suites import (
+    ANYWHERE,
+    ANYWHERE_8_BITS,
+    ANYWHERE_ATTENTION,
+    ANYWHERE_EPILOGUES,
+    ANYWHERE_GROUPED,
+    ANYWHERE_LAYERS,
+)
 
 SEED = 15
 DRAWN = 84
@@ -70,6 +80,16 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
     {"residual": True},
     {"bias": True, "residual": True},
     {"activation": "gelu_erf"},
+)
+EIGHT_BITS_SEED = 20
+EIGHT_BITS_PROBLEMS = 48
+EIGHT_BITS: tuple[dict[str, Any], ...] = (
+    {"dtype": "float8_e4m3fn", "scales": "tensor"},
+    {"dtype": "float8_e4m3fn", "scales": "row"},
+    {"dtype": "int8", "out_dtype": "int32"},
+    {"dtype": "float8_e5m2", "b_dtype": "float8_e4m3fn", "scales": "tensor"},
+    {"dtype": "int8", "scales": "row"},
+    {"dtype": "float8_e4m3fn", "scales": "row", "bias": True},
 )
 RULE = "drawn by scripts/draw_anywhere.py, which states the rule"
 
@@ -155,6 +175,23 @@ def epilogues() -> list[MatmulProblem]:
 def epilogues_text() -> str:
     """The file of matmul with epilogues, one problem a line: the fields that are not as by default."""
     return _file(EPILOGUE_SEED, (_not_default(problem) for problem in epilogues()))
+
+
+def eight_bits() -> list[MatmulProblem]:
+    spec, rng = spec_of("matmul"), random.Random(EIGHT_BITS_SEED)
+    found: list[MatmulProblem] = []
+    while len(found) < EIGHT_BITS_PROBLEMS:
+        m = round(_log_uniform(rng, 8, 16384))
+        n, k = (16 * round(_log_uniform(rng, 256, 16384) / 16) for _ in "nk")
+        problem = MatmulProblem(m, n, k, layout="nt", **EIGHT_BITS[len(found) % len(EIGHT_BITS)])
+        if spec.flops(problem) <= MOST_EPILOGUE_FLOPS and problem not in found:
+            found.append(problem)
+    return found
+
+
+def eight_bits_text() -> str:
+    """The file of matmul with 8 bits, one problem a line: the fields that are not as by default."""
+    return _file(EIGHT_BITS_SEED, (_not_default(problem) for problem in eight_bits()))
 
 
 def heads() -> list[MatmulProblem]:
@@ -303,6 +340,7 @@ def _fields(problem: MatmulProblem) -> dict[str, Any]:
 if __name__ == "__main__":
     ANYWHERE.write_text(text())
     ANYWHERE_EPILOGUES.write_text(epilogues_text())
+    ANYWHERE_8_BITS.write_text(eight_bits_text())
     ANYWHERE_GROUPED.write_text(grouped_text())
     ANYWHERE_ATTENTION.write_text(attention_text())
     ANYWHERE_LAYERS.write_text(layers_text())

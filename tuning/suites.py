@@ -25,7 +25,7 @@ models that no other list has (`other_models.py`). As with `anywhere`, no entry 
 
 `anywhere`, of matmul: 96 problems that nobody chose, drawn by `scripts/draw_anywhere.py`, which states the rule. They measure
 what a call gets for which nothing is stored, so that no entry of the shipped databases is for one of them. `anywhere-epilogues`
-of matmul: 48 with a bias, an activation or a residual, drawn likewise. `anywhere` of
+of matmul: 48 with a bias, an activation or a residual, drawn likewise; `anywhere-8-bits`: 48 of 8 bits. `anywhere` of
 grouped_matmul and of ragged_contraction: 32 and 16 problems, drawn likewise; of flash_attention: 64; of rms_norm, rotary,
 embedding, cross_entropy, gated_matmul and quantize: 10 to 25 each, of ten models that no entry is of.
 """
@@ -60,6 +60,7 @@ from mgpu_ops.tuning import other_models
 
 ANYWHERE = Path(__file__).with_name("anywhere.json")
 ANYWHERE_EPILOGUES = Path(__file__).with_name("anywhere_epilogues.json")
+ANYWHERE_8_BITS = Path(__file__).with_name("anywhere_8_bits.json")
 ANYWHERE_GROUPED = Path(__file__).with_name("anywhere_grouped.json")
 ANYWHERE_ATTENTION = Path(__file__).with_name("anywhere_attention.json")
 ANYWHERE_LAYERS = Path(__file__).with_name("anywhere_layers.json")
@@ -221,6 +222,7 @@ _MORE: dict[str, dict[str, Callable[[], Mapping[str, Problem]]]] = {  # by op an
         "llm-rows": _llm_rows,
         "anywhere": functools.partial(_drawn, ANYWHERE, MatmulProblem),
         "anywhere-epilogues": functools.partial(_drawn, ANYWHERE_EPILOGUES, MatmulProblem, "anywhere-epilogue"),
+        "anywhere-8-bits": functools.partial(_drawn, ANYWHERE_8_BITS, MatmulProblem, "anywhere-8-bits"),
         "fp8": functools.partial(_of_8_bits, "tensor"),
         "fp8-row": functools.partial(_of_8_bits, "row"),
         "fp8-block": functools.partial(_of_8_bits, "block"),

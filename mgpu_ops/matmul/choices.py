@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mgpu_ops.core import gemm
-from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import first_of, itemsize_of, require, resident_clusters
 from mgpu_ops.matmul.checks import SCHEDULES, check, supports
@@ -23,7 +22,9 @@ from mgpu_ops.matmul.problem import (
     cluster_size,
     computes_transposed,
     has_epilogue,
+    k_steps,
     multiplied,
+    scales_sums,
     smem_bytes,
     transposed,
 )
@@ -37,6 +38,7 @@ _TILES = (
 _TILES_8 = ((256, 128), *(tile for tile in _TILES if tile != (256, 128)))  # of 8 bits: it was faster than 128 x 256
 _TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes; others were slower,
 _TILES_IN_TURN_OF_EPILOGUES = ((128, 192), (128, 128))  # and with an epilogue
+_STEPS_THAT_SPILL = 4  # of a tile, where consumers of 128 x 192 take turns and sums have scales
 _DEFERRED = (128, 256)  # the tile whose store is deferred
 _FEW_ROWS = (8, 16, 24, 32, 48)  # tile_m of the transposed product
 _MOST_FEW_ROWS = 256  # of A, with which the tuner tries it
@@ -54,6 +56,7 @@ _WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
 }
 _MOST_WAVES_IN_PARTS = 4  # with k divided, of such tiles
 _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
+_UNROLLED = range(11, 14)  # steps of a part of k that ptxas unrolls where as many stages hold nearly all: the producer spills
 _IN_FLIGHT = 112 * 1024  # bytes of B in a block's pipeline that are enough
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
@@ -128,6 +131,16 @@ def _parts(p: Problem, gpu: Gpu) -> set[int]:
 def _line(problem: Problem) -> int:
     """Elements of k in a swizzle row of 128 bytes."""
     return 128 // itemsize_of(multiplied(problem).dtype)
+
+
+def _is_narrow(p: Problem) -> bool:
+    """Whether operands have at most 16 bits, and no scales of blocks: what all schedules and tiles were measured with."""
+    return itemsize_of(multiplied(p).dtype) <= 2 and p.scales != "block"
+
+
+def _depth(p: Problem) -> int:
+    """k in elements of 16 bits: 8 bits take as long as 16 with half of k, in wgmma and in memory."""
+    return p.k * itemsize_of(multiplied(p).dtype) // 2
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -212,7 +225,7 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
             if warpgroups == 2 and tile_m == tile_n == _SMALLEST:
                 continue
             large = warpgroups == 1 and tile_m * tile_n > _ONE_CONSUMER
-            if large and (problem.k < _LONG_K or tile_m * tile_n > 2 * _ONE_CONSUMER or problem.normalised):
+            if large and (_depth(problem) < _LONG_K or tile_m * tile_n > 2 * _ONE_CONSUMER or problem.normalised):
                 continue
             for cluster, split_k in splits:
                 if _too_few(problem, tile_m, tile_n, cluster):
@@ -234,7 +247,7 @@ def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
     if cluster in ("m", "n"):
         return tiles < 2
     whole_lines = cluster == "m4" and min(alignments(p)) > _FOUR_ALIGNED
-    return tiles < 3 or itemsize_of(multiplied(p).dtype) != 2 or whole_lines
+    return tiles < 3 or not _is_narrow(p) or whole_lines
 
 
 def filling_parts(p: Problem, tile_m: int, tile_n: int, tile_k: int, gpu: Gpu) -> int:
@@ -256,7 +269,7 @@ def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
     Rows of the transposed product that few tiles have in common; columns with which all tiles are one to three whole waves.
     """
     p = problem
-    if itemsize_of(multiplied(p).dtype) != 2:
+    if not _is_narrow(p):
         return
     _, b_t = transposed(p)
     for rows in _rows_of_parts(p):
@@ -276,7 +289,7 @@ def _parts_of_few_rows(problem: Problem) -> Iterator[int]:
 
     B is read once from HBM, and once more from L2 for each other part.
     """
-    if itemsize_of(multiplied(problem).dtype) == 2:
+    if _is_narrow(problem):
         yield from (rows for rows in _rows_of_parts(problem, least=2) if _FEW_ROWS[1] <= rows <= _FEW_ROWS[-1])
 
 
@@ -298,7 +311,7 @@ def _by_waves(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         for rows, width, splits in _waves(p, gpu, turned):
             tile_m, tile_n = (width, rows) if turned else (rows, width)
             registers = 24 if rows * width > _MOST_SUMS else 40
-            shape = _shape(tile_m, tile_n, 64, registers, "n" if turned != (rows % 128 != 0) else "m")
+            shape = _shape(tile_m, tile_n, _line(p), registers, "n" if turned != (rows % 128 != 0) else "m")
             for schedule, (cluster, split_k) in itertools.product(schedules, splits):
                 if _too_few(p, tile_m, tile_n, cluster) or _too_many(p, tile_m, tile_n, split_k, gpu):
                     continue
@@ -322,7 +335,7 @@ def _waves(p: Problem, gpu: Gpu, turned: bool) -> Iterator[tuple[int, int, Seque
     Where the operand of that side lies along it, tiles end between panels (`columns_of_b`). Where its rows begin at lines too,
     what pays is half panels, k in one part, and 96 or 160 columns for one wave alone (docs/kernels/matmul.md).
     """
-    if itemsize_of(p.dtype) != 2 or p.residual or p.normalised or p.m <= gemm.ROWS or p.k < _WAVE_K:
+    if not _is_narrow(p) or p.residual or p.normalised or p.m <= gemm.ROWS or _depth(p) < _WAVE_K:
         return
     across, along = (p.n, p.m) if turned else (p.m, p.n)
     along_k = p.layout[0] == "n" if turned else p.layout[1] == "t"
@@ -368,25 +381,27 @@ def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
 
     These have several tiles a block, each of several steps. Where k is short, a step has two lines of it.
     """
-    if (problem.k <= _SHORT_K and not problem.residual) or itemsize_of(multiplied(problem).dtype) != 2:
+    depth, line = _depth(problem), _line(problem)
+    if (depth <= _SHORT_K and not problem.residual) or not _is_narrow(problem):
         return
     tile_m, tile_n = _DEFERRED
     if problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n) > gpu.sms:
-        tile_k = 128 if 64 < problem.k < _LONG_K else 64
-        for cluster in ("none", "m", "n"):
+        tile_k = 2 * line if gemm.ROWS < depth < _LONG_K else line
+        for cluster in ("none", "n") if scales_sums(problem) else ("none", "m", "n"):  # with scales those along m spill
             if not _too_few(problem, tile_m, tile_n, cluster):
                 yield dataclasses.replace(_shape(tile_m, tile_n, tile_k), schedule="deferred", cluster=cluster)
-    if problem.k < _LONG_K and not has_epilogue(problem):
+    if depth < _LONG_K and not has_epilogue(problem):
         return
     for tile_m, tile_n in _TILES_IN_TURN_OF_EPILOGUES if has_epilogue(problem) else _TILES_IN_TURN:
         tiles = problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n)
-        if tiles > 2 * gpu.sms:
-            yield dataclasses.replace(_shape(tile_m, tile_n, 64), schedule="pingpong")
+        spills = scales_sums(problem) and tile_n > 128 and math.ceil(problem.k / line) == _STEPS_THAT_SPILL
+        if tiles > 2 * gpu.sms and not spills:
+            yield dataclasses.replace(_shape(tile_m, tile_n, line), schedule="pingpong")
 
 
 def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Config]:
     """The best of few tiles, with the next step's wgmma in flight, for problems like those measured."""
-    if problem.normalised or itemsize_of(multiplied(problem).dtype) != 2:
+    if problem.normalised or not _is_narrow(problem):
         return
     for config in ranked[:_MOST_AHEAD]:
         few = computes_transposed(config) and config.tile_m < gemm.ROWS
@@ -419,15 +434,17 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
 
     Where stores run beside wgmma, the narrowest: they take no time of the tensor cores. But with A transposed and the store
     deferred these spill, and with two lines of k a step they are slower; and where consumers take turns, an epilogue takes less
-    time in wide ones, which counts where k is short. The narrowest too where a step has 256 of k with 8 bits: a third stage is
-    worth more.
+    time in wide ones, which counts where k is short. The narrowest too where a third or a fourth stage of 8 bits then fits:
+    that is worth more.
     """
     widths = (64,) if computes_transposed(config) else (64, 32)
-    few_stages = itemsize_of(problem.dtype) == 1 and config.tile_k > BLOCK and _fits(problem, config, gpu, 3, 32)
+    stage_more = itemsize_of(problem.dtype) == 1 and any(
+        _fits(problem, config, gpu, stages, 32) and not _fits(problem, config, gpu, stages, 64) for stages in (3, 4)
+    )
     short_steps = config.tile_k <= _line(problem) and not transposed(problem)[0]
-    short_turns = has_epilogue(problem) and problem.k < _LONG_K
+    short_turns = has_epilogue(problem) and _depth(problem) < _LONG_K
     beside_wgmma = (config.takes_turns and not short_turns) or (config.schedule == "deferred" and short_steps)
-    narrow = beside_wgmma or (few_stages and not _fits(problem, config, gpu, 3, 64))
+    narrow = beside_wgmma or stage_more
     narrowest = () if computes_transposed(config) else (16,)  # for a part of fewer columns than 32
     for columns in (*(reversed(widths) if narrow else widths), *narrowest):
         if steps := min(_most_steps(problem, _alike(config), gpu, columns), _enough(problem, config)):
@@ -452,6 +469,8 @@ def _enough(problem: Problem, config: Config) -> int:
     if config.cluster != "k" or not computes_transposed(config):
         return _STEPS[-1]
     steps = steps_in_flight(config.tile_n * config.tile_k * itemsize_of(problem.dtype))
+    if k_steps(problem, config) in _UNROLLED:
+        steps = min(steps, _UNROLLED.start - 1)
     return _STEPS[bisect.bisect_right(_STEPS, steps) - 1]
 
 

@@ -60,28 +60,28 @@ from mgpu_ops.matmul.problem import (
     has_producer,
     k_steps,
     last_step,
-    loads_bias,
     partial_problem,
     products,
     residual_steps,
     steps_in_all,
     storage,
     transposed,
+    vectors,
 )
 from mgpu_ops.matmul.store import (
-    LoadedBias,
+    Vectors,
     arrays_of_epilogue,
-    bias_scratch,
     kept,
-    load_bias,
     load_residual,
     load_slots,
+    load_vectors,
     refs_of,
     residual_in,
     store,
     store_kept,
     store_share,
     store_slots,
+    vectors_scratch,
 )
 from mgpu_ops.matmul.work import Place, Tile, Work, ends_with_rows, step_of_k, tile_of
 
@@ -105,11 +105,11 @@ def _kernel(
     cluster_sum: Any = None,
     residual_arrived: Any = None,
     factors_smem: Any = None,
-    bias: LoadedBias | None = None,
+    loaded: Vectors | None = None,
 ) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
     p, c = work.problem, work.config
-    of = refs_of(p, *refs, loaded=bias)
+    of = refs_of(p, *refs, loaded=loaded)
     epilogue = {"out_smem": out_smem, "cluster_sum": cluster_sum, "residual_arrived": residual_arrived}
     scales = (of.scale_a, of.scale_b) if p.scales == "block" else ()
     steps, last = k_steps(p, c), last_step(p, c)
@@ -123,7 +123,7 @@ def _kernel(
 
             @pl.when(k == steps // 2)
             def _() -> None:
-                load_bias(work, t, of)
+                load_vectors(work, t, of)
                 if p.residual:
                     if_it_stores(c.cluster, lambda: load_residual(work, t, of, out_smem, residual_arrived))
 
@@ -177,7 +177,7 @@ _STAGES_AHEAD = 4  # with which a stage may be held for a step more: with two, l
 
 
 def _kernel_deferred(
-    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any, bias: LoadedBias | None = None
+    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any, loaded: Vectors | None = None
 ) -> None:
     """One block whose consumers share each output tile, and store it while the tensor cores compute the next one.
 
@@ -185,7 +185,7 @@ def _kernel_deferred(
     tile of what is kept, or several, and then waits for the wgmma of the step before; with few stages, for its own.
     """
     p, c = work.problem, work.config
-    of, steps, slabs = refs_of(p, *refs, loaded=bias), k_steps(p, c), residual_steps(p, c)
+    of, steps, slabs = refs_of(p, *refs, loaded=loaded), k_steps(p, c), residual_steps(p, c)
     each_tile = steps + slabs
     own_tiles = work.own_tiles()
     pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
@@ -195,7 +195,7 @@ def _kernel_deferred(
     def keep(t: jax.Array, acc: Any) -> tuple[jax.Array, ...]:
         if not slabs:
             parts = kept(work, t, acc, of)
-            if of.loaded is not None:  # the reads come before TMA loads the next tile's bias
+            if of.loaded is not None:  # the reads come before TMA loads the next tile's vectors
                 plgpu.commit_smem()
             return parts
         arrived = [pipeline.wait(t * each_tile + steps + i) for i in range(slabs)]
@@ -209,7 +209,7 @@ def _kernel_deferred(
         def compute_tile(t: jax.Array, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc[...] = jnp.zeros(acc.shape, acc.dtype)
             before = Place.of(work, t - 1)
-            load_bias(work, t, of)
+            load_vectors(work, t, of)
 
             def store_some(some: range) -> None:
                 @pl.when(t > 0)
@@ -244,13 +244,13 @@ def _kernel_deferred(
 
 
 def _kernel_ahead(
-    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, bias: LoadedBias | None = None, **smem: Any
+    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, loaded: Vectors | None = None, **smem: Any
 ) -> None:
     """One block of a matmul whose consumers have the next step's wgmma in flight, and share output tiles or take turns."""
-    p, c, of = work.problem, work.config, refs_of(work.problem, *refs, loaded=bias)
+    p, c, of = work.problem, work.config, refs_of(work.problem, *refs, loaded=loaded)
 
     def begin(t: jax.Array) -> None:
-        load_bias(work, t, of)
+        load_vectors(work, t, of)
         if p.residual:  # it arrives while the tile is multiplied
             if c.takes_turns:
                 load_slots(work, t, of, smem["out_smem"], smem["residual_arrived"])
@@ -353,8 +353,8 @@ def _scratch(work: Work, extra: dict[str, jax.Array]) -> dict[str, Any]:
     if p.residual and not residual_steps(p, c):
         arrivals, slots = (1, SLOTS) if c.takes_turns else (epilogue_tiles(c), 1)
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots * c.compute_warpgroups)
-    if loads_bias(p, c):
-        scratch["bias"] = bias_scratch(work, extra["bias"].dtype)
+    if vectors(p):
+        scratch["loaded"] = vectors_scratch(work, extra)
     if c.schedule != "cooperative":
         scratch["stages"] = stages_of(p, c)
     if adds_shares(p, c):

@@ -156,6 +156,7 @@ SUITES: dict[str, Sequence[str]] = {
 # --- What a config takes --------------------------------------------------------------------------------------------
 
 SLOTS = 2  # epilogue buffers of a consumer warpgroup
+NUMBER = 4  # elements that TMA copies of a vector of one number: 16 bytes
 
 
 def dtype_of_b(p: Problem) -> str:
@@ -403,10 +404,8 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     buffers = tiles if whole else min(SLOTS, tiles)
     size = itemsize_of(stored.out_dtype)
     scales = _scales_of_a_step(config) if problem.scales == "block" else ()
-    vector = config.compute_warpgroups * gemm.ROWS if problem.normalised and received else 0
-    if loads_bias(stored, config):
-        vector += config.compute_warpgroups * bias_room(max(gemm.warpgroup_tile(config)))
-        barriers += config.compute_warpgroups
+    factors = (config.compute_warpgroups * gemm.ROWS,) if problem.normalised and received else ()
+    barriers += config.compute_warpgroups if vectors(stored) else 0
     itemsize = itemsize_of(problem.dtype)
     columns = columns_of_b(problem, config)
     return gemm.Storage(
@@ -417,22 +416,33 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
         barriers,
         itemsize=itemsize,
         scales=scales,
-        vector=vector,
+        vectors=(*factors, *_rooms(stored, config)),
         reduces=problem.normalised,
         columns_of_b=columns,
     )
 
 
-def loads_bias(p: Problem, c: Config) -> bool:
-    """Whether each consumer loads its part of the bias into shared memory while it multiplies, of a config `as_computed`.
+def vectors(p: Problem) -> tuple[str, ...]:
+    """The epilogue's vectors, whose part of a tile each consumer loads into shared memory while it multiplies."""
+    return ("scale_a", "scale_b") * scales_sums(p) + ("bias",) * p.bias
 
-    Not in a cluster along k, some of whose blocks store nothing: there it is read when the tile is stored.
+
+def _rooms(p: Problem, c: Config) -> tuple[int, ...]:
+    """Room for the `vectors` of all consumers, in float32 numbers: of the scales, and of the bias.
+
+    Barriers lie behind them, at a multiple of `limits.ALIGNMENT`.
     """
-    return p.bias and c.cluster != "k"
+    (rows, columns), found = map(vector_room, gemm.warpgroup_tile(c)), []
+    if scales_sums(p):
+        found.append(rows + columns if p.scales == "row" else 2 * vector_room(NUMBER))
+    if p.bias:
+        found.append(max(rows, columns))
+    unit = limits.ALIGNMENT // 4
+    return tuple(math.ceil(c.compute_warpgroups * numbers / unit) * unit for numbers in found)
 
 
-def bias_room(elements: int) -> int:
-    """How many elements are set aside for so many of a bias: TMA writes to multiples of 128 bytes."""
+def vector_room(elements: int) -> int:
+    """How many elements are set aside for so many of a vector: TMA writes to multiples of 128 bytes."""
     return math.ceil(elements / 64) * 64
 
 

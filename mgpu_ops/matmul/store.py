@@ -20,7 +20,17 @@ from mgpu_ops.core.row_norm import factor_of_squares
 from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
-from mgpu_ops.matmul.problem import SLOTS, Problem, bias_room, cluster_size, has_epilogue, neighbours, transposed
+from mgpu_ops.matmul.problem import (
+    NUMBER,
+    SLOTS,
+    Problem,
+    cluster_size,
+    has_epilogue,
+    scales_sums,
+    transposed,
+    vector_room,
+    vectors,
+)
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 
 
@@ -28,9 +38,8 @@ from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 class Refs:
     """Arrays in global memory, as the product `as_computed` has them. All but a, b and out: None where there is none.
 
-    A bias, and a scale of rows or columns, is as long as its side of all tiles; residual has the shape of out. scale_a and
-    scale_b are those of the call, also where A and B have changed places; those of blocks are as `load_scales` says. loaded is
-    shared memory.
+    A bias, and a scale of rows or columns, is as long as its side of out, whose shape residual has. scale_a and scale_b are
+    those of the call, also where A and B have changed places; for those of blocks see `load_scales`. loaded is shared memory.
     """
 
     a: Any
@@ -41,39 +50,31 @@ class Refs:
     epsilon: Any = None
     bias: Any = None
     residual: Any = None
-    loaded: LoadedBias | None = None
+    loaded: Vectors | None = None
 
 
-def refs_of(p: Problem, a: Any, b: Any, *rest: Any, loaded: LoadedBias | None = None) -> Refs:
+def refs_of(p: Problem, a: Any, b: Any, *rest: Any, loaded: Vectors | None = None) -> Refs:
     """The arguments of the kernel by name, in the order in which `launch` passes them."""
     *extra, out = rest
     return Refs(a, b, out, **by_name(p, extra), loaded=loaded)
 
 
 def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
-    """What follows A and B as the kernel reads it: vectors up to the end of the last cluster's tiles, a residual [1, ...] where
-    out is.
-    """
+    """What follows A and B as the kernel reads it: vectors that begin at 16 bytes, for TMA; a residual [1, ...] if out is."""
     p, c, found = work.problem, work.config, []
-    down, across = neighbours(c)
-    rows, columns = (p.m, c.tile_m * down), (p.n, c.tile_n * across)
-    if work.transposed:
-        rows, columns = columns, rows
 
-    def padded(vector: jax.Array, side: tuple[int, int]) -> jax.Array:
-        length, tile = side
-        return jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -length % tile)])
+    def aligned(vector: jax.Array) -> jax.Array:
+        missing = -vector.shape[-1] % (16 // vector.dtype.itemsize) if vector.ndim > 1 else 0
+        return jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, missing)]) if missing else vector
 
-    if p.scales == "tensor":
-        found += [extra["scale_a"], extra["scale_b"]]
-    if p.scales == "row":
-        found += [padded(extra["scale_a"], rows), padded(extra["scale_b"], columns)]
+    if scales_sums(p):
+        found += [aligned(extra["scale_a"]), aligned(extra["scale_b"])]
     if p.scales == "block":
         found += scales_for_tma(extra["scale_a"], extra["scale_b"], c.tile_n if work.transposed else c.tile_m)
     if p.normalised:
         found.append(extra["epsilon"])
     if p.bias:
-        found.append(padded(extra["bias"], columns))
+        found.append(aligned(extra["bias"]))
     if p.residual:
         residual = extra["residual"]
         if ends_with_rows(p, c):
@@ -82,40 +83,63 @@ def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int
     return found
 
 
-class LoadedBias(NamedTuple):
-    """The bias of a tile in shared memory, as scratch of a launch.
+class Vectors(NamedTuple):
+    """The `vectors` of a tile in shared memory, as scratch of a launch.
 
-    part: [consumers, `bias_room` of a warpgroup's rows or columns]. arrived: a barrier of each consumer.
+    scales, bias: [consumers, `vector_room` of what a warpgroup has of each], or None. The scales of A come first. arrived: a
+    barrier of each consumer.
     """
 
-    part: Any
+    scales: Any
+    bias: Any
     arrived: Any
 
-
-def bias_scratch(work: Work, dtype: Any) -> LoadedBias:
-    """The types of `LoadedBias`."""
-    wgs = work.config.compute_warpgroups
-    part = plgpu.SMEM((wgs, bias_room(warpgroup_tile(work.config)[_along_bias(work)])), dtype)
-    return LoadedBias(part, plgpu.Barrier(num_arrivals=1, num_barriers=wgs))
-
-
-def _along_bias(work: Work) -> int:
-    """The side of a tile that the bias lies along: its rows, of the transposed product."""
-    return 0 if work.transposed else 1
+    def part(self, work: Work, name: str) -> Any:
+        """A consumer's part of a vector."""
+        first = vector_room(_length(work, "scale_a")) if name == "scale_b" else 0
+        buffer = self.bias if name == "bias" else self.scales
+        return buffer.at[lax.axis_index("wg"), pl.ds(first, _length(work, name))]
 
 
-def load_bias(work: Work, t: jax.Array, refs: Refs) -> None:
-    """Consumer: starts to load its part of tile t's bias, where `loads_bias`; all its threads have read what was there."""
+def vectors_scratch(work: Work, extra: dict[str, jax.Array]) -> Vectors:
+    """The types of `Vectors`. extra: the epilogue's arrays."""
+    names, wgs = vectors(work.problem), work.config.compute_warpgroups
+
+    def buffer(*own: str) -> Any:
+        room = sum(vector_room(_length(work, name)) for name in own)
+        return plgpu.SMEM((wgs, room), extra[own[0]].dtype) if own[0] in names else None
+
+    arrived = plgpu.Barrier(num_arrivals=len(names), num_barriers=wgs)
+    return Vectors(buffer("scale_a", "scale_b"), buffer("bias"), arrived)
+
+
+def _side(work: Work, name: str) -> int | None:
+    """The side of a tile that a vector lies along, which is the other one of the transposed product; None for a number."""
+    if name != "bias" and work.problem.scales == "tensor":
+        return None
+    return int((name == "scale_a") == work.transposed)
+
+
+def _length(work: Work, name: str) -> int:
+    """How many elements of a vector a consumer loads for a tile; with a number the zeros behind it, as TMA has 16 bytes."""
+    side = _side(work, name)
+    return NUMBER if side is None else warpgroup_tile(work.config)[side]
+
+
+def load_vectors(work: Work, t: jax.Array, refs: Refs) -> None:
+    """Consumer: starts to load its part of tile t's `vectors`; all its threads have read what was there."""
     if refs.loaded is None:
         return
-    place, wg, side, (part, arrived) = Place.of(work, t), lax.axis_index("wg"), _along_bias(work), refs.loaded
-    length = warpgroup_tile(work.config)[side]
-    own = _of_product(refs.bias, place).at[pl.ds(place.start(side, 0), length)]
-    engine.copy_gmem_to_smem(own, part.at[wg, pl.ds(0, length)], arrived.at[wg])
+    place, wg = Place.of(work, t), lax.axis_index("wg")
+    for name in vectors(work.problem):
+        side = _side(work, name)
+        start = 0 * wg if side is None else place.start(side, 0)  # traced: JAX lets no constant slice end behind the array
+        own = _of_product(getattr(refs, name), place).at[pl.ds(start, _length(work, name))]
+        engine.copy_gmem_to_smem(own, refs.loaded.part(work, name), refs.loaded.arrived.at[wg])
 
 
-def wait_for_bias(refs: Refs) -> None:
-    """Consumer: until it is there."""
+def wait_for_vectors(refs: Refs) -> None:
+    """Consumer: until they are there."""
     if refs.loaded is not None:
         plgpu.barrier_wait(refs.loaded.arrived.at[lax.axis_index("wg")])
 
@@ -150,7 +174,7 @@ def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, a
     """
     place, wg, values = Place.of(work, t), lax.axis_index("wg"), acc[...]
     origins = epilogue_origins(work.config)
-    wait_for_bias(refs)
+    wait_for_vectors(refs)
     for number, (i, j) in enumerate(origins):
         slot = number % SLOTS
         buffer = out_smem.at[wg, slot]
@@ -237,7 +261,7 @@ def store(
     def add(part: jax.Array, number: int, store: Callable[[jax.Array], None]) -> None:
         cluster_sum.add(part, t * (epilogue_tiles(c) + norms) + (norms + number), store)
 
-    wait_for_bias(refs)
+    wait_for_vectors(refs)
     if refs.residual is not None:
         if_it_stores(c.cluster, lambda: plgpu.barrier_wait(residual_arrived.at[lax.axis_index("wg")]))
     wide = cluster_sum is not None or has_epilogue(p)
@@ -266,6 +290,7 @@ def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any
     """Consumer: as `store`, of the epilogue tiles that are this block's share of the sum of a cluster along k."""
     c, place, blocks, values = work.config, Place.of(work, t), cluster_size(work.config), acc[...]
     origins = epilogue_origins(c)
+    wait_for_vectors(refs)
 
     def use(number: int, total: jax.Array) -> None:
         at = origins[number]
@@ -284,7 +309,7 @@ def kept(work: Work, t: jax.Array, acc: Any, refs: Refs, residual: Callable[[int
     """
     place, values, parts = Place.of(work, t), acc[...], []
     width = work.config.epilogue_tile_n
-    wait_for_bias(refs)
+    wait_for_vectors(refs)
     for i, j in epilogue_origins(work.config):
         part = values[i : i + ROWS, j : j + width]
         buffer = None if residual is None else residual(j // ROWS * ROWS)[...][:, j % ROWS : j % ROWS + width]
@@ -303,21 +328,20 @@ def store_kept(place: Place, number: int, part: jax.Array, refs: Refs, out_smem:
 
 def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:
     """Consumer: the epilogue of an epilogue tile at (row, column) `at`, in float32; the residual lies in its buffer."""
-    rows, columns = (1, 0) if work.transposed else (0, 1)  # the axes of `values` along the output's rows and columns
 
-    def vector(ref: Any, axis: int) -> jax.Array:
-        return along(_of_product(ref, place), place.start(axis, at[axis]), values.shape, axis)
+    def vector(name: str) -> jax.Array:
+        assert refs.loaded is not None
+        side, part = _side(work, name), refs.loaded.part(work, name)
+        found: jax.Array = part[0] if side is None else along(part, at[side], values.shape, side)
+        return found
 
     if work.problem.scales == "tensor":
-        scale_a, scale_b = (_of_product(ref, place)[0] for ref in (refs.scale_a, refs.scale_b))
-        values *= scale_a * scale_b
+        values *= vector("scale_a") * vector("scale_b")
     if work.problem.scales == "row":
-        values *= vector(refs.scale_a, rows)
-        values *= vector(refs.scale_b, columns)
-    if refs.loaded is not None:
-        values += along(refs.loaded.part.at[lax.axis_index("wg")], at[columns], values.shape, columns)
-    elif refs.bias is not None:
-        values += vector(refs.bias, columns)
+        values *= vector("scale_a")
+        values *= vector("scale_b")
+    if refs.bias is not None:
+        values += vector("bias")
     values = in_registers(work.problem.activation, values)
     if refs.residual is not None:
         values += residual_of_tile(buffer, work.transposed)

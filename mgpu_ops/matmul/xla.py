@@ -26,8 +26,11 @@ _TINY, _TINY_SECONDS = 2**20, 2.4e-6  # with fewer multiplications, one kernel w
 # s less, where there are few multiplications and bytes, and k is short: seven drawn problems of 2.5 to 3.2 us
 _SMALL_SECONDS, _SMALL, _SMALL_BYTES, _SMALL_K = 1e-6, 12e6, 4e6, 400
 _RATE = 0.8464  # of the datasheet's FLOP/s
-_LAUNCH_8_BITS = 2.2e-6  # s more with operands of 8 bits
-_RATE_8_BITS = 0.75  # of the datasheet's FLOP/s on these,
+# With operands of 8 bits: s more, and of the datasheet's FLOP/s. Fitted to 34 problems of FP8 and 25 of int8 on an H200.
+_LAUNCH_FP8, _RATE_FP8 = 4.63e-6, 0.77
+_LAUNCH_INT8, _RATE_INT8, _RATE_INT8_SCALED = 0.65e-6, 0.726, 0.56
+# cuBLAS takes FP8 in multiples of 16 rows: XLA pads A with rows of zeros and cuts the result, at so many times HBM's rate.
+_FP8_ROWS, _FP8_PADDED = 16, 1.945
 _LAUNCH_PARTS = 28e-6  # s more where Triton multiplies parts of float32,
 _TILES_PARTS = ((256, 128, 1.0), (128, 128, 0.7))
 _RATES = {  # of the datasheet's FLOP/s of 16 bits, by the algorithm of float32; fitted to five sizes (docs/kernels/matmul.md)
@@ -110,9 +113,9 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     if p.normalised:
         read_and_written = 2 * p.batch * p.m * p.k * itemsize_of(p.dtype)
         seconds += _NORMALISED + read_and_written / (_NORMALISED_RATE * gpu.memory_bytes_per_s)
-    launch = (
-        _LAUNCH - _SHORTER * math.exp(-p.k / _SHORT_K) + _LAUNCH_8_BITS * (itemsize_of(p.dtype) == 1 and p.scales != "block")
-    )
+    launch = _LAUNCH - _SHORTER * math.exp(-p.k / _SHORT_K)
+    if itemsize_of(p.dtype) == 1 and p.scales != "block":
+        launch += _LAUNCH_INT8 if p.dtype == "int8" else _LAUNCH_FP8 + _padding_rows(p, gpu)
     if p.dtype in DTYPES and p.batch * p.m * p.n * p.k < _SMALL and bytes_moved(p) < _SMALL_BYTES and p.k < _SMALL_K:
         launch -= _SMALL_SECONDS
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
@@ -137,6 +140,8 @@ _LONG_K, _LONG_K_ACTIVATED, _LARGE_OF_LONG, _SIDE_OF_LONG = 2560, 2048, 5e9, 128
 # With a residual and so many operations: of 40 measured products none that the kernel gets then was slower than 0.97x of XLA
 # (results/2026-11-29-h200-matmul-residual-drawn.jsonl.gz, and those of `other-models`).
 _LARGE_WITH_RESIDUAL, _MARGIN_OF_RESIDUAL = 1e10, 0.96
+_MARGIN_INT8 = 0.96
+_MARGIN_INT32 = 0.8  # of large products of int8 with sums as they are: XLA was 2 and 4 % faster in two of four
 # A product of few tiles: of 128 x 128, half a wave of an H200 at most, where XLA leaves SMs idle; and a long k. With the kernel
 # modelled 6 to 14 % ahead it was faster in all that were measured, which had these rows and columns (docs/kernels/matmul.md).
 _HALF_A_WAVE, _K_OF_FEW_TILES, _ROWS_OF_FEW_TILES, _COLUMNS_OF_FEW_TILES = 66, 1024, range(17, 513), 256
@@ -146,10 +151,13 @@ def margin(problem: Problem) -> float:
     """How much of XLA's modelled time the kernel may take by its model to run.
 
     Of 16 bits the models are wrong by 3 and 4 % in the median, and one in twenty times by more than 15 %; of large products by
-    less. With others a margin as large would leave products to XLA that were measured to be faster in the kernel, of 8 bits by
-    12 %.
+    less. Of 98 problems of 8 bits XLA was faster in two, of int8, by 4 %; with FP8 it took 11 % longer at least. Its model is
+    wrong by far more there, the kernel's is not.
     """
     p = problem
+    if itemsize_of(p.dtype) == 1 and p.scales != "block":
+        large_sums = p.out_dtype == "int32" and min(p.m, p.n, p.k) >= _LARGE_SIDE
+        return (_MARGIN_INT32 if large_sums else _MARGIN_INT8) if p.dtype == "int8" else 1.0
     if p.dtype not in DTYPES:
         return 0.91
     if p.residual and min(p.m, p.n, p.k) >= _LARGE_SIDE and quantities.flops(p) >= _LARGE_WITH_RESIDUAL:
@@ -197,7 +205,10 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
     waves = math.ceil(p.batch * parts * math.ceil(p.m / rows) * math.ceil(p.n / columns) / gpu.sms)
     flops = 2 * rows * columns * 64 * math.ceil(math.ceil(p.k / 64) / parts)
     area = rows * columns / 128**2
-    rate = _RATE * gpu.bf16_flops if itemsize_of(p.dtype) > 1 else _RATE_8_BITS * gpu.flops(p.dtype)
+    rate = _RATE * gpu.bf16_flops
+    if itemsize_of(p.dtype) == 1:
+        of_int8 = _RATE_INT8 if p.scales == "none" else _RATE_INT8_SCALED
+        rate = (of_int8 if p.dtype == "int8" else _RATE_FP8) * gpu.flops(p.dtype)
     algorithm = algorithms.of_xla(p.algorithm, p.m, p.n)
     if algorithm in _RATES:
         rate = _RATES[algorithm] * gpu.bf16_flops
@@ -205,6 +216,14 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
         rate = _RATE_OF_BLOCKS * gpu.bf16_flops
     further = _STORE_ALIGNED if p.n * itemsize_of(p.out_dtype) % _LINE == 0 else _STORE_OTHERS
     return waves * flops * gpu.sms / (left * rate) + _STORE * area * (1 + further * (waves - 1))
+
+
+def _padding_rows(p: Problem, gpu: Gpu) -> float:
+    """Seconds in which XLA pads A of 8-bit floats, and cuts the result, to the rows that there are."""
+    if p.m % _FP8_ROWS == 0:
+        return 0.0
+    moved = 2 * p.batch * p.m * (p.k + p.n * itemsize_of(p.out_dtype))
+    return _FP8_PADDED * moved / gpu.memory_bytes_per_s
 
 
 def _widening(p: Problem, gpu: Gpu) -> float:

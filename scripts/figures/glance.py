@@ -35,6 +35,8 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("matmul, other models, untuned", "XLA (cuBLAS)", problems(results, "h200-matmul-other-models"), "xla")
     epilogues = problems(results, "h200-matmul-anywhere-epilogues")
     yield strip("matmul with random epilogues, untuned", "XLA", epilogues, "xla")
+    eight_bits = problems(results, "h200-matmul-anywhere-8-bits")
+    yield strip("matmul of FP8 and int8, random shapes, untuned", "XLA", eight_bits, "xla")
     rows = problems(results, "h200-matmul-llm-rows")
     yield strip("matmul, layers of Llama 3, 1 to 16384 rows", "XLA (cuBLAS)", rows, "xla")
     yield strip("matmul, forward + backward", "XLA (cuBLAS)", grads, "xla")
@@ -128,6 +130,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
     "matmul, m >= 256",
     "matmul, random shapes, untuned",
     "matmul, other models, untuned",
+    "matmul of FP8 and int8, random shapes, untuned",
     "grouped matmul, training",
     "grouped matmul, other models, untuned",
     "a training step in 16 bits",

@@ -64,6 +64,22 @@ def test_anywhere_with_epilogues_is_what_its_script_draws_within_the_stated_rule
         assert p.n % 8 == p.k % 8 == 0
 
 
+def test_anywhere_of_8_bits_is_what_its_script_draws_within_the_stated_rule() -> None:
+    assert suites.ANYWHERE_8_BITS.read_text() == draw_anywhere.eight_bits_text(), "run `python scripts/draw_anywhere.py`"
+    found = list(suites.problems(MATMUL, "anywhere-8-bits").values())
+    assert len(found) == 48
+    assert [dataclasses.replace(p, m=1, n=1, k=1) for p in found] == [
+        MatmulProblem(1, 1, 1, layout="nt", **kind) for kind in draw_anywhere.EIGHT_BITS
+    ] * 8
+    for p in found:
+        assert MATMUL.supports(p, H200) is None
+        assert MATMUL.flops(p) <= 2e12
+        assert 8 <= p.m <= 16384
+        assert min(p.n, p.k) >= 256
+        assert max(p.n, p.k) <= 16384
+        assert p.n % 16 == p.k % 16 == 0
+
+
 GROUPED = {op: suites.problems(spec_of(op), "anywhere") for op in ("grouped_matmul", "ragged_contraction")}
 
 

@@ -29,6 +29,7 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
         "llm-rows",
         "anywhere",
         "anywhere-epilogues",
+        "anywhere-8-bits",
         "fp8",
         "fp8-row",
         "fp8-block",

@@ -26,11 +26,11 @@ SIDES = [(256, 512, 1024), (200, 136, 272), (17, 4096, 4096), (1, 264, 144), (10
 
 
 def by_schedule(problem: Any, device: Any) -> list[Any]:
-    """The best modelled candidates that differ in schedule, four of them at most, and one with steps of 256 of k."""
-    candidates = MATMUL.candidates(problem, device)[:40]
-    found = {(c.tile_m < 64, c.cluster, c.split_k > 1, c.wg_dimension): c for c in reversed(candidates)}
+    """The best modelled candidates that differ in schedule, six of them at most, and one with steps of 256 of k."""
+    candidates = MATMUL.candidates(problem, device)[:60]
+    found = {(c.schedule, c.tile_m % 64 > 0, c.cluster, c.split_k > 1): c for c in reversed(candidates)}
     assert len(found) > 2
-    return [*list(found.values())[:4], *[c for c in candidates if c.tile_k == 256 and c not in found.values()][:1]]
+    return [*list(found.values())[-6:], *[c for c in candidates if c.tile_k == 256 and c not in found.values()][:1]]
 
 
 @pytest.mark.parametrize("scales", ["none", "tensor", "row", "block"])

@@ -94,10 +94,11 @@ def test_an_int32_result_has_nothing_of_floats_beside_it(extra):
         replace(P, scales="row")
 
 
-@pytest.mark.parametrize(("out_dtype", "scales"), [("int32", "none"), ("bfloat16", "row")])
-def test_large_products_run_in_the_kernel(out_dtype, scales):
+@pytest.mark.parametrize(("out_dtype", "scales", "runs"), [("int32", "none", "xla"), ("bfloat16", "row", "kernel")])
+def test_large_products_run_what_was_faster(out_dtype, scales, runs):
+    """An H200 takes 94.1 us for the first, XLA 90.5 (docs/kernels/matmul.md, "Eight bits")."""
     problem = MatmulProblem(4096, 4096, 4096, "int8", out_dtype, "nt", scales=scales)
-    assert resolution.resolve(spec_of("matmul"), problem, gpu.find("h200")).runs == "kernel"
+    assert resolution.resolve(spec_of("matmul"), problem, gpu.find("h200")).runs == runs
 
 
 def test_inputs_with_an_epilogue_and_no_scales_stay_int8():

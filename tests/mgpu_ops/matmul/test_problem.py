@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from mgpu_ops.core import gpu
+from mgpu_ops.core.limits import itemsize_of
 from mgpu_ops.matmul import SPEC, checks, problem, xla
-from mgpu_ops.matmul.problem import Problem, bias_room
+from mgpu_ops.matmul.problem import Problem, vector_room
 from mgpu_ops.registry import winner
 from mgpu_ops.registry.spec import baseline_of
 from tests.configs import BASE
@@ -315,8 +316,8 @@ def test_an_epilogue_in_turn_has_wide_tiles_where_there_is_little_time_for_it(k,
 @pytest.mark.parametrize("elements", [8, 96, 104, 168, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_every_consumer_s_bias_begins_where_tma_can_write(elements, itemsize):
-    assert bias_room(elements) >= elements
-    assert bias_room(elements) * itemsize % 128 == 0
+    assert vector_room(elements) >= elements
+    assert vector_room(elements) * itemsize % 128 == 0
 
 
 @pytest.mark.parametrize("sides", [(256, 28672, 4096), (512, 14336, 3584), (1024, 3584, 14336)])
@@ -388,7 +389,7 @@ def test_no_candidate_has_room_for_more_steps(p):
     for config in SPEC.candidates(p, H200):
         assert problem.smem_bytes(p, config) <= H200.smem_per_block
         if problem.computes_transposed(config) and config.cluster == "k":
-            in_flight = 2 * config.max_concurrent_steps * config.tile_n * config.tile_k
+            in_flight = itemsize_of(p.dtype) * config.max_concurrent_steps * config.tile_n * config.tile_k
             assert in_flight <= 112 * 1024 or config.max_concurrent_steps == 2
             if in_flight > 80 * 1024:
                 continue
