@@ -40,6 +40,7 @@ FEW_TILES = (
     "2026-11-29-h200-matmul-few-tiles-again.jsonl",
     "2026-11-29-h200-matmul-few-tiles-margin.jsonl",
 )
+EIGHT_BITS = "2026-11-29-h200-matmul-8-bits.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
 FLOAT32 = "2026-11-22-h200-matmul-float32.jsonl"
@@ -88,6 +89,7 @@ def measured() -> list[Measured]:
         *_no_faster_since(_timed("128 to 2048 rows, cold", *HALF_PANELS, now=True)),
         *_timed("65 to 3000 rows, cold", MID_ROWS, now=True),
         *_timed("few tiles, cold", *FEW_TILES, now=True),
+        *_timed("8 bits, cold", EIGHT_BITS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
@@ -375,8 +377,9 @@ _COLOURS = (
     "#222222",
     "#e08080",
     "#6a3d9a",
+    "#c9a227",
 )
-_MARKERS = "os^Dv<>phXd*PH"
+_MARKERS = "os^Dv<>phXd*PH8"
 _ACROSS = 3
 
 
