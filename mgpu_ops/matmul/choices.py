@@ -35,7 +35,6 @@ _TILES = (
     *((128, 256), (256, 128), (128, 192), (192, 128), (192, 256), (256, 192)),
     *((128, 128), (64, 256), (128, 64), (64, 128), (64, 64)),
 )
-_TILES_8 = ((256, 128), *(tile for tile in _TILES if tile != (256, 128)))  # of 8 bits: it was faster than 128 x 256
 _TILES_IN_TURN = ((128, 192), (128, 160))  # that one of two warpgroups computes; others were slower,
 _TILES_IN_TURN_OF_EPILOGUES = ((128, 192), (128, 128))  # and with an epilogue
 _STEPS_THAT_SPILL = 4  # of a tile, where consumers of 128 x 192 take turns and sums have scales
@@ -46,7 +45,7 @@ _MOST_PARTS = 4  # tiles of fitted rows that a problem's rows are
 _MOST_WAVES = 3  # of tiles of fitted columns
 _MOST_AHEAD = 12  # of the best configs, which are candidates with the next step's wgmma in flight too
 _WAVE_ROWS = (128, 192, 256)  # of tiles whose width is fitted to a problem
-_WAVE_K = 128  # at least
+_WAVE_K = 128  # at least, in elements of 16 bits
 _HALF_PANEL = 32  # columns
 _ONE_WAVE_WIDTH = 160  # columns of such tiles, up to which more waves were slower
 _WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
@@ -56,11 +55,12 @@ _WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
 }
 _MOST_WAVES_IN_PARTS = 4  # with k divided, of such tiles
 _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
-_UNROLLED = range(11, 14)  # steps of a part of k that ptxas unrolls where as many stages hold nearly all: the producer spills
+_UNROLLED = range(11, 14)  # steps of a part of k that fewer stages than these are for
 _IN_FLIGHT = 112 * 1024  # bytes of B in a block's pipeline that are enough
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
 _MOST_TURNED = {128: 240, 256: 104}  # columns of such a tile of so many rows, of the transposed product of a B stored [k, n]
+# k in elements of 16 bits (`_depth`):
 _SHORT_K = 128  # up to which no store is deferred by default, but with a residual
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
@@ -133,14 +133,14 @@ def _line(problem: Problem) -> int:
     return 128 // itemsize_of(multiplied(problem).dtype)
 
 
-def _is_narrow(p: Problem) -> bool:
+def _has_all_schedules(p: Problem) -> bool:
     """Whether operands have at most 16 bits, and no scales of blocks: what all schedules and tiles were measured with."""
     return itemsize_of(multiplied(p).dtype) <= 2 and p.scales != "block"
 
 
 def _depth(p: Problem) -> int:
     """k in elements of 16 bits: 8 bits take as long as 16 with half of k, in wgmma and in memory."""
-    return p.k * itemsize_of(multiplied(p).dtype) // 2
+    return p.k // 2 if itemsize_of(p.dtype) == 1 else p.k
 
 
 def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
@@ -206,7 +206,7 @@ def _tiles(problem: Problem) -> list[tuple[int, int, int]]:
     line = _line(problem)
     tiles = [(few, n, k) for n in (64, 128, 192, 256) for k in (line, 2 * line)] if few else []
     if itemsize_of(problem.dtype) == 1:
-        return tiles + [(128, 128, 2 * line), *((m, n, line) for m, n in _TILES_8)]
+        tiles.append((128, 128, 2 * line))
     return tiles + [(m, n, line) for m, n in _TILES]
 
 
@@ -247,7 +247,7 @@ def _too_few(p: Problem, tile_m: int, tile_n: int, cluster: str) -> bool:
     if cluster in ("m", "n"):
         return tiles < 2
     whole_lines = cluster == "m4" and min(alignments(p)) > _FOUR_ALIGNED
-    return tiles < 3 or not _is_narrow(p) or whole_lines
+    return tiles < 3 or not _has_all_schedules(p) or whole_lines
 
 
 def filling_parts(p: Problem, tile_m: int, tile_n: int, tile_k: int, gpu: Gpu) -> int:
@@ -269,7 +269,7 @@ def _fitted(problem: Problem, gpu: Gpu) -> Iterator[tuple[int, int]]:
     Rows of the transposed product that few tiles have in common; columns with which all tiles are one to three whole waves.
     """
     p = problem
-    if not _is_narrow(p):
+    if not _has_all_schedules(p):
         return
     _, b_t = transposed(p)
     for rows in _rows_of_parts(p):
@@ -289,7 +289,7 @@ def _parts_of_few_rows(problem: Problem) -> Iterator[int]:
 
     B is read once from HBM, and once more from L2 for each other part.
     """
-    if _is_narrow(problem):
+    if _has_all_schedules(problem):
         yield from (rows for rows in _rows_of_parts(problem, least=2) if _FEW_ROWS[1] <= rows <= _FEW_ROWS[-1])
 
 
@@ -335,7 +335,9 @@ def _waves(p: Problem, gpu: Gpu, turned: bool) -> Iterator[tuple[int, int, Seque
     Where the operand of that side lies along it, tiles end between panels (`columns_of_b`). Where its rows begin at lines too,
     what pays is half panels, k in one part, and 96 or 160 columns for one wave alone (docs/kernels/matmul.md).
     """
-    if not _is_narrow(p) or p.residual or p.normalised or p.m <= gemm.ROWS or _depth(p) < _WAVE_K:
+    if not _has_all_schedules(p) or itemsize_of(p.dtype) > 2 or p.residual or p.normalised:
+        return
+    if p.m <= gemm.ROWS or _depth(p) < _WAVE_K:
         return
     across, along = (p.n, p.m) if turned else (p.m, p.n)
     along_k = p.layout[0] == "n" if turned else p.layout[1] == "t"
@@ -382,7 +384,7 @@ def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
     These have several tiles a block, each of several steps. Where k is short, a step has two lines of it.
     """
     depth, line = _depth(problem), _line(problem)
-    if (depth <= _SHORT_K and not problem.residual) or not _is_narrow(problem):
+    if (depth <= _SHORT_K and not problem.residual) or not _has_all_schedules(problem):
         return
     tile_m, tile_n = _DEFERRED
     if problem.batch * math.ceil(problem.m / tile_m) * math.ceil(problem.n / tile_n) > gpu.sms:
@@ -401,7 +403,7 @@ def _overlapped(problem: Problem, gpu: Gpu) -> Iterator[Config]:
 
 def _ahead(problem: Problem, ranked: Sequence[Config], gpu: Gpu) -> Iterator[Config]:
     """The best of few tiles, with the next step's wgmma in flight, for problems like those measured."""
-    if problem.normalised or not _is_narrow(problem):
+    if problem.normalised or not _has_all_schedules(problem):
         return
     for config in ranked[:_MOST_AHEAD]:
         few = computes_transposed(config) and config.tile_m < gemm.ROWS
@@ -464,7 +466,8 @@ def _alike(config: Config) -> Config:
 def _enough(problem: Problem, config: Config) -> int:
     """Steps with which a deeper pipeline is slower: of few rows that wait for HBM, where blocks along k leave no SM idle.
 
-    What is in flight then lies in so many rows of B that HBM's pages are opened again (docs/kernels/matmul.md).
+    What is in flight then lies in so many rows of B that HBM's pages are opened again (docs/kernels/matmul.md). With about as
+    many stages as a part of k has steps, ptxas unrolls the producer's loop, whose few registers spill.
     """
     if config.cluster != "k" or not computes_transposed(config):
         return _STEPS[-1]

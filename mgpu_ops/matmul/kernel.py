@@ -66,7 +66,7 @@ from mgpu_ops.matmul.problem import (
     steps_in_all,
     storage,
     transposed,
-    vectors,
+    vector_names,
 )
 from mgpu_ops.matmul.store import (
     Vectors,
@@ -105,11 +105,11 @@ def _kernel(
     cluster_sum: Any = None,
     residual_arrived: Any = None,
     factors_smem: Any = None,
-    loaded: Vectors | None = None,
+    vectors: Vectors | None = None,
 ) -> None:
     """One block: a pipeline over (its output tiles) x (steps of k), with a store after the last step of each tile."""
     p, c = work.problem, work.config
-    of = refs_of(p, *refs, loaded=loaded)
+    of = refs_of(p, *refs, vectors=vectors)
     epilogue = {"out_smem": out_smem, "cluster_sum": cluster_sum, "residual_arrived": residual_arrived}
     scales = (of.scale_a, of.scale_b) if p.scales == "block" else ()
     steps, last = k_steps(p, c), last_step(p, c)
@@ -119,13 +119,13 @@ def _kernel(
     # `max_concurrent_steps` steps ahead, also over the end of an output tile.
     def step(indices: tuple[jax.Array, jax.Array], a_smem: Any, b_smem: Any, *rest: Any) -> Any:
         (t, k), (*scale_smem, accs) = indices, rest
-        if p.residual or of.loaded is not None:  # they arrive while the second half of k is multiplied
+        if of.vectors is not None:
+            pl.when(k == 0)(lambda: load_vectors(work, t, of))
+        if p.residual:  # it arrives while the second half of k is multiplied
 
             @pl.when(k == steps // 2)
             def _() -> None:
-                load_vectors(work, t, of)
-                if p.residual:
-                    if_it_stores(c.cluster, lambda: load_residual(work, t, of, out_smem, residual_arrived))
+                if_it_stores(c.cluster, lambda: load_residual(work, t, of, out_smem, residual_arrived))
 
         def product(depth: int | None = None) -> None:
             if scale_smem:
@@ -177,7 +177,7 @@ _STAGES_AHEAD = 4  # with which a stage may be held for a step more: with two, l
 
 
 def _kernel_deferred(
-    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any, loaded: Vectors | None = None
+    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, out_smem: Any, vectors: Vectors | None = None
 ) -> None:
     """One block whose consumers share each output tile, and store it while the tensor cores compute the next one.
 
@@ -185,7 +185,7 @@ def _kernel_deferred(
     tile of what is kept, or several, and then waits for the wgmma of the step before; with few stages, for its own.
     """
     p, c = work.problem, work.config
-    of, steps, slabs = refs_of(p, *refs, loaded=loaded), k_steps(p, c), residual_steps(p, c)
+    of, steps, slabs = refs_of(p, *refs, vectors=vectors), k_steps(p, c), residual_steps(p, c)
     each_tile = steps + slabs
     own_tiles = work.own_tiles()
     pipeline = Pipeline(c.max_concurrent_steps, stages.full, stages.empty)
@@ -194,12 +194,12 @@ def _kernel_deferred(
     # The residual comes in steps of its own after those of k.
     def keep(t: jax.Array, acc: Any) -> tuple[jax.Array, ...]:
         if not slabs:
-            parts = kept(work, t, acc, of)
-            if of.loaded is not None:  # the reads come before TMA loads the next tile's vectors
+            parts = kept(work, acc, of)
+            if of.vectors is not None:  # the reads come before TMA loads the next tile's vectors
                 plgpu.commit_smem()
             return parts
         arrived = [pipeline.wait(t * each_tile + steps + i) for i in range(slabs)]
-        parts = kept(work, t, acc, of, residual_in(work, stages, arrived))
+        parts = kept(work, acc, of, residual_in(work, stages, arrived))
         plgpu.commit_smem()  # the reads come before TMA fills the stages again
         for stage in arrived:
             engine.barrier_arrive(pipeline.empty.at[stage])
@@ -244,10 +244,10 @@ def _kernel_deferred(
 
 
 def _kernel_ahead(
-    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, loaded: Vectors | None = None, **smem: Any
+    work: Work, gpu: Gpu, *refs: Any, accumulator: Any, stages: Stages, vectors: Vectors | None = None, **smem: Any
 ) -> None:
     """One block of a matmul whose consumers have the next step's wgmma in flight, and share output tiles or take turns."""
-    p, c, of = work.problem, work.config, refs_of(work.problem, *refs, loaded=loaded)
+    p, c, of = work.problem, work.config, refs_of(work.problem, *refs, vectors=vectors)
 
     def begin(t: jax.Array) -> None:
         load_vectors(work, t, of)
@@ -353,8 +353,8 @@ def _scratch(work: Work, extra: dict[str, jax.Array]) -> dict[str, Any]:
     if p.residual and not residual_steps(p, c):
         arrivals, slots = (1, SLOTS) if c.takes_turns else (epilogue_tiles(c), 1)
         scratch["residual_arrived"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=slots * c.compute_warpgroups)
-    if vectors(p):
-        scratch["loaded"] = vectors_scratch(work, extra)
+    if vector_names(p):
+        scratch["vectors"] = vectors_scratch(work, extra)
     if c.schedule != "cooperative":
         scratch["stages"] = stages_of(p, c)
     if adds_shares(p, c):

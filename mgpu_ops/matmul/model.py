@@ -46,12 +46,10 @@ _STORE = 1.206  # of the time at rates.LOAD_BYTES_PER_CLOCK: nothing of a tile m
 # row of a swizzle tile lies in two lines, and in part of a sector of 32 bytes more.
 _ACROSS_LINES = {128: 1.0, 64: 1.085, 32: 1.321, 16: 2.243}
 _STORE_NARROW = {16: 2.578}  # as long take stores in epilogue tiles of so many columns
-_STORE_8_BITS = 1.31  # and of a product of 8 bits
 _STORE_ACROSS = {128: 1.0, 64: 1.101, 32: 1.272, 16: 2.06}  # as long take the stores of such rows of the output
 # Clocks of an SM for an element of the epilogue, which takes so long where nothing multiplies beside it.
 _FINISH = {"relu": 0.004, "silu": 0.114, "gelu": 0.085, "gelu_erf": 0.083}
 _FINISH_BIAS = 0.022
-_FINISH_SCALES = {"tensor": 0.033, "row": 0.044}  # with those of 8 bits
 _FINISH_RESIDUAL = {"cooperative": 0.1, "ahead": 0.1, "deferred": 0.03, "pingpong": 0.06}
 _RESIDUAL_TWO_STAGES = 1.15  # times as long takes a step, where the residual's buffers leave room for two stages
 _RESIDUAL_IN_TURN = 5.8e-7  # s until an epilogue tile of a residual is loaded, where consumers take turns
@@ -90,7 +88,13 @@ _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
 STRIP = 8  # tiles: the best width of strips
 
-# Of 8-bit floats: fitted to 8 problems of an H200 (docs/kernels/matmul.md, "Eight bits").
+# Of 8 bits, whose other constants are those of 16. The first two are fitted to 54 drawn problems without scales of blocks
+# (results/2026-11-29-h200-matmul-8-bits*.jsonl.gz), the others to eight of FP8 (docs/kernels/matmul.md, "Eight bits").
+_STORE_8_BITS = 1.31  # times as long take stores
+_FINISH_SCALES = {"tensor": 0.033, "row": 0.044}  # clocks for an element of the epilogue, as `_FINISH`
+# With scales of blocks, as `_MULTICAST`, of tiles of 128 x 192 on and of smaller ones: the blocks of a cluster wait as long for
+# these. For the wider ones they do not, and `_ISSUE_SHARED` is none.
+_MULTICAST_BLOCKS = (0.97, 1.05)
 _BLOCKS_OF_A_STEP = {1: 0.72, 2: 0.86}  # of the rate is left with scales of blocks, by how many of k a step has
 _SHORT_STEPS = 1.04  # times as long, where few rows fill a tile and a step has 128 of k: as 64 of 16 bits
 
@@ -119,7 +123,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     efficiency *= _BLOCKS_OF_A_STEP.get(c.tile_k // BLOCK, 1.0) if p.scales == "block" else 1.0
     held = 2 if c.schedule == "ahead" else 1  # stages that are read, and so not filled
     arithmetic = gemm.multiply_seconds(c, gpu, efficiency) + _ISSUE[c.schedule]
-    arithmetic += _ISSUE_SHARED[max(down, across)]
+    if p.scales != "block" or not _is_wide(c):
+        arithmetic += _ISSUE_SHARED[max(down, across)]
     crowded = _crowded(problem, config, gpu) * (_APART if crowds(p, c) else 1.0)
     latency = _LATENCY / max(c.max_concurrent_steps - held, 0.5)
     at_work = min(1.0, clusters * cluster_size(c) / gpu.sms)  # of the SMs
@@ -128,7 +133,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     step = gemm.together(norm, arithmetic, loaded, _shared_memory(p, c) / gpu.clock_hz, latency, crowded)
     step *= _RESIDUAL_TWO_STAGES if p.residual and c.max_concurrent_steps == 2 else 1.0
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
-    store *= _STORE_8_BITS if itemsize_of(p.dtype) == 1 else 1.0
+    store *= _STORE_8_BITS if itemsize_of(p.dtype) == 1 and p.scales != "block" else 1.0
     store *= _STORE_ACROSS[_aligned(problem.n * itemsize_of(p.out_dtype))] * _STORE_NARROW.get(config.epilogue_tile_n, 1.0)
     finish = _finish(p, c, gpu)
     steps = _of_a_block(c, waves, k_steps(p, c), step, store, finish) * gemm.raster_factor(c.raster_width, STRIP)
@@ -218,6 +223,8 @@ def _loaded(p: Problem, c: Config) -> float:
         b_aligned = min(b_aligned, _aligned(c.tile_n * itemsize_of(p.dtype)))
 
     def times(aligned: int, blocks: int) -> float:
+        if p.scales == "block":
+            return _ACROSS_LINES[aligned] * (_MULTICAST_BLOCKS[not _is_wide(c)] if blocks == 2 else 1.0)
         return _MULTICAST[blocks] + (_ACROSS_LINES[aligned] - 1.0) * _MULTICAST_ACROSS[blocks]
 
     a_t, b_t = transposed(p)
@@ -237,6 +244,11 @@ def _rows_loaded(side: int, tile: int, blocks: int, own: bool) -> float:
     if own:
         return min(round_up(inside, 8 * blocks), tile)
     return inside + _ZEROS * (tile - inside)
+
+
+def _is_wide(c: Config) -> bool:
+    """Whether a tile is one of those whose clusters, with scales of blocks, are no slower (`_MULTICAST_BLOCKS`)."""
+    return c.tile_m * c.tile_n >= 128 * 192
 
 
 def _shared_memory(p: Problem, c: Config) -> float:

@@ -156,7 +156,7 @@ SUITES: dict[str, Sequence[str]] = {
 # --- What a config takes --------------------------------------------------------------------------------------------
 
 SLOTS = 2  # epilogue buffers of a consumer warpgroup
-NUMBER = 4  # elements that TMA copies of a vector of one number: 16 bytes
+SCALAR = 4  # elements that TMA copies of a vector of one, and zeros: 16 bytes
 
 
 def dtype_of_b(p: Problem) -> str:
@@ -405,7 +405,7 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     size = itemsize_of(stored.out_dtype)
     scales = _scales_of_a_step(config) if problem.scales == "block" else ()
     factors = (config.compute_warpgroups * gemm.ROWS,) if problem.normalised and received else ()
-    barriers += config.compute_warpgroups if vectors(stored) else 0
+    barriers += config.compute_warpgroups if vector_names(stored) else 0
     itemsize = itemsize_of(problem.dtype)
     columns = columns_of_b(problem, config)
     return gemm.Storage(
@@ -422,19 +422,19 @@ def storage(problem: Problem, config: Config) -> gemm.Storage:
     )
 
 
-def vectors(p: Problem) -> tuple[str, ...]:
-    """The epilogue's vectors, whose part of a tile each consumer loads into shared memory while it multiplies."""
+def vector_names(p: Problem) -> tuple[str, ...]:
+    """The epilogue's vectors: each consumer loads its part for a tile into shared memory while it multiplies."""
     return ("scale_a", "scale_b") * scales_sums(p) + ("bias",) * p.bias
 
 
 def _rooms(p: Problem, c: Config) -> tuple[int, ...]:
-    """Room for the `vectors` of all consumers, in float32 numbers: of the scales, and of the bias.
+    """Room for the vectors of all consumers, in float32 numbers: of the scales, and of the bias.
 
     Barriers lie behind them, at a multiple of `limits.ALIGNMENT`.
     """
     (rows, columns), found = map(vector_room, gemm.warpgroup_tile(c)), []
     if scales_sums(p):
-        found.append(rows + columns if p.scales == "row" else 2 * vector_room(NUMBER))
+        found.append(rows + columns if p.scales == "row" else 2 * vector_room(SCALAR))
     if p.bias:
         found.append(max(rows, columns))
     unit = limits.ALIGNMENT // 4

@@ -21,15 +21,15 @@ from mgpu_ops.core.scaled import Sums
 from mgpu_ops.matmul.block_scales import scales_for_tma
 from mgpu_ops.matmul.epilogue import by_name
 from mgpu_ops.matmul.problem import (
-    NUMBER,
+    SCALAR,
     SLOTS,
     Problem,
     cluster_size,
     has_epilogue,
     scales_sums,
     transposed,
+    vector_names,
     vector_room,
-    vectors,
 )
 from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 
@@ -38,8 +38,9 @@ from mgpu_ops.matmul.work import Place, Work, ends_with_rows
 class Refs:
     """Arrays in global memory, as the product `as_computed` has them. All but a, b and out: None where there is none.
 
-    A bias, and a scale of rows or columns, is as long as its side of out, whose shape residual has. scale_a and scale_b are
-    those of the call, also where A and B have changed places; for those of blocks see `load_scales`. loaded is shared memory.
+    A bias, and a scale of rows or columns, is as long as its side of out, or to the next 16 bytes where a batch has several.
+    residual has the shape of out. scale_a and scale_b are those of the call, also where A and B have changed places; for those
+    of blocks see `load_scales`. vectors is shared memory.
     """
 
     a: Any
@@ -50,17 +51,17 @@ class Refs:
     epsilon: Any = None
     bias: Any = None
     residual: Any = None
-    loaded: Vectors | None = None
+    vectors: Vectors | None = None
 
 
-def refs_of(p: Problem, a: Any, b: Any, *rest: Any, loaded: Vectors | None = None) -> Refs:
+def refs_of(p: Problem, a: Any, b: Any, *rest: Any, vectors: Vectors | None = None) -> Refs:
     """The arguments of the kernel by name, in the order in which `launch` passes them."""
     *extra, out = rest
-    return Refs(a, b, out, **by_name(p, extra), loaded=loaded)
+    return Refs(a, b, out, **by_name(p, extra), vectors=vectors)
 
 
 def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int, ...]) -> list[jax.Array]:
-    """What follows A and B as the kernel reads it: vectors that begin at 16 bytes, for TMA; a residual [1, ...] if out is."""
+    """What follows A and B as the kernel reads it: vectors whose rows begin at 16 bytes; a residual [1, ...] where out is."""
     p, c, found = work.problem, work.config, []
 
     def aligned(vector: jax.Array) -> jax.Array:
@@ -84,7 +85,7 @@ def arrays_of_epilogue(work: Work, extra: dict[str, jax.Array], shape: tuple[int
 
 
 class Vectors(NamedTuple):
-    """The `vectors` of a tile in shared memory, as scratch of a launch.
+    """The epilogue's vectors of a tile in shared memory, as scratch of a launch.
 
     scales, bias: [consumers, `vector_room` of what a warpgroup has of each], or None. The scales of A come first. arrived: a
     barrier of each consumer.
@@ -103,7 +104,7 @@ class Vectors(NamedTuple):
 
 def vectors_scratch(work: Work, extra: dict[str, jax.Array]) -> Vectors:
     """The types of `Vectors`. extra: the epilogue's arrays."""
-    names, wgs = vectors(work.problem), work.config.compute_warpgroups
+    names, wgs = vector_names(work.problem), work.config.compute_warpgroups
 
     def buffer(*own: str) -> Any:
         room = sum(vector_room(_length(work, name)) for name in own)
@@ -123,25 +124,25 @@ def _side(work: Work, name: str) -> int | None:
 def _length(work: Work, name: str) -> int:
     """How many elements of a vector a consumer loads for a tile; with a number the zeros behind it, as TMA has 16 bytes."""
     side = _side(work, name)
-    return NUMBER if side is None else warpgroup_tile(work.config)[side]
+    return SCALAR if side is None else warpgroup_tile(work.config)[side]
 
 
 def load_vectors(work: Work, t: jax.Array, refs: Refs) -> None:
-    """Consumer: starts to load its part of tile t's `vectors`; all its threads have read what was there."""
-    if refs.loaded is None:
+    """Consumer: starts to load its part of tile t's vectors; all its threads have read what was there."""
+    if refs.vectors is None:
         return
     place, wg = Place.of(work, t), lax.axis_index("wg")
-    for name in vectors(work.problem):
+    for name in vector_names(work.problem):
         side = _side(work, name)
         start = 0 * wg if side is None else place.start(side, 0)  # traced: JAX lets no constant slice end behind the array
         own = _of_product(getattr(refs, name), place).at[pl.ds(start, _length(work, name))]
-        engine.copy_gmem_to_smem(own, refs.loaded.part(work, name), refs.loaded.arrived.at[wg])
+        engine.copy_gmem_to_smem(own, refs.vectors.part(work, name), refs.vectors.arrived.at[wg])
 
 
 def wait_for_vectors(refs: Refs) -> None:
     """Consumer: until they are there."""
-    if refs.loaded is not None:
-        plgpu.barrier_wait(refs.loaded.arrived.at[lax.axis_index("wg")])
+    if refs.vectors is not None:
+        plgpu.barrier_wait(refs.vectors.arrived.at[lax.axis_index("wg")])
 
 
 def load_residual(work: Work, t: jax.Array, refs: Refs, out_smem: Any, arrived: Any) -> None:
@@ -180,7 +181,7 @@ def store_slots(work: Work, t: jax.Array, acc: Any, refs: Refs, out_smem: Any, a
         buffer = out_smem.at[wg, slot]
         plgpu.barrier_wait(arrived.at[wg * SLOTS + slot])
         part = values[i : i + ROWS, j : j + work.config.epilogue_tile_n].astype(jnp.float32)
-        buffer[...] = _finish(work, refs, place, part, buffer, (i, j)).astype(buffer.dtype)
+        buffer[...] = _finish(work, refs, part, buffer, (i, j)).astype(buffer.dtype)
         plgpu.commit_smem()  # TMA sees what was written
         place.store(buffer, refs.out, i, j)
         if number + SLOTS < len(origins):
@@ -255,7 +256,7 @@ def store(
                 own = factors_smem.at[lax.axis_index("wg")]
                 of_rows = plgpu.load(own, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
             part *= lax.broadcast_in_dim(of_rows, part.shape, (0,))
-        return _finish(work, refs, place, part, buffer, (i, j))
+        return _finish(work, refs, part, buffer, (i, j))
 
     # The cluster's accumulators are added up an epilogue tile at a time: there is room for one of each block.
     def add(part: jax.Array, number: int, store: Callable[[jax.Array], None]) -> None:
@@ -295,25 +296,25 @@ def store_share(work: Work, t: jax.Array, acc: Any, refs: Refs, *, out_smem: Any
     def use(number: int, total: jax.Array) -> None:
         at = origins[number]
         if has_epilogue(work.problem):
-            total = _finish(work, refs, place, total, None, at)
+            total = _finish(work, refs, total, None, at)
         stores = iter([(total, place.copies_to(refs.out), *at)])
         store_in_turn(out_smem.at[lax.axis_index("wg")], stores, number // blocks, transpose=work.transposed)
 
     cluster_sum.add([values[i : i + ROWS, j : j + c.epilogue_tile_n] for i, j in origins], t, use)
 
 
-def kept(work: Work, t: jax.Array, acc: Any, refs: Refs, residual: Callable[[int], Any] | None = None) -> tuple[jax.Array, ...]:
-    """Consumer: the epilogue tiles of tile number t in registers, in the output's dtype, for `store_kept`.
+def kept(work: Work, acc: Any, refs: Refs, residual: Callable[[int], Any] | None = None) -> tuple[jax.Array, ...]:
+    """Consumer: the epilogue tiles of a tile in registers, in the output's dtype, for `store_kept`.
 
     residual: `residual_in`.
     """
-    place, values, parts = Place.of(work, t), acc[...], []
+    values, parts = acc[...], []
     width = work.config.epilogue_tile_n
     wait_for_vectors(refs)
     for i, j in epilogue_origins(work.config):
         part = values[i : i + ROWS, j : j + width]
         buffer = None if residual is None else residual(j // ROWS * ROWS)[...][:, j % ROWS : j % ROWS + width]
-        part = _finish(work, refs, place, part, buffer, (i, j)) if has_epilogue(work.problem) else part
+        part = _finish(work, refs, part, buffer, (i, j)) if has_epilogue(work.problem) else part
         parts.append(part.astype(refs.out.dtype))
     return tuple(parts)
 
@@ -326,12 +327,12 @@ def store_kept(place: Place, number: int, part: jax.Array, refs: Refs, out_smem:
     store_in_turn(out_smem.at[lax.axis_index("wg")], stores, number, transpose=place.work.transposed)
 
 
-def _finish(work: Work, refs: Refs, place: Place, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:
+def _finish(work: Work, refs: Refs, values: jax.Array, buffer: Any, at: tuple[int, int]) -> jax.Array:
     """Consumer: the epilogue of an epilogue tile at (row, column) `at`, in float32; the residual lies in its buffer."""
 
     def vector(name: str) -> jax.Array:
-        assert refs.loaded is not None
-        side, part = _side(work, name), refs.loaded.part(work, name)
+        assert refs.vectors is not None
+        side, part = _side(work, name), refs.vectors.part(work, name)
         found: jax.Array = part[0] if side is None else along(part, at[side], values.shape, side)
         return found
 

@@ -29,7 +29,7 @@ _RATE = 0.8464  # of the datasheet's FLOP/s
 # With operands of 8 bits: s more, and of the datasheet's FLOP/s. Fitted to 34 problems of FP8 and 25 of int8 on an H200.
 _LAUNCH_FP8, _RATE_FP8 = 4.63e-6, 0.77
 _LAUNCH_INT8, _RATE_INT8, _RATE_INT8_SCALED = 0.65e-6, 0.726, 0.56
-# cuBLAS takes FP8 in multiples of 16 rows: XLA pads A with rows of zeros and cuts the result, at so many times HBM's rate.
+# cuBLAS takes FP8 in multiples of 16 rows: XLA pads A with rows of zeros and cuts the result, in so many times HBM's time.
 _FP8_ROWS, _FP8_PADDED = 16, 1.945
 _LAUNCH_PARTS = 28e-6  # s more where Triton multiplies parts of float32,
 _TILES_PARTS = ((256, 128, 1.0), (128, 128, 0.7))
@@ -151,8 +151,8 @@ def margin(problem: Problem) -> float:
     """How much of XLA's modelled time the kernel may take by its model to run.
 
     Of 16 bits the models are wrong by 3 and 4 % in the median, and one in twenty times by more than 15 %; of large products by
-    less. Of 98 problems of 8 bits XLA was faster in two, of int8, by 4 %; with FP8 it took 11 % longer at least. Its model is
-    wrong by far more there, the kernel's is not.
+    less. Of 98 problems of 8 bits XLA was faster in two, of int8, by 2 and 4 %; with FP8 it took 11 % longer at least. XLA's
+    model is wrong by more than that there, the kernel's is not.
     """
     p = problem
     if itemsize_of(p.dtype) == 1 and p.scales != "block":

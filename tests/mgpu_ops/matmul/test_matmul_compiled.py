@@ -100,6 +100,15 @@ def test_scales_and_a_bias_of_any_length_are_read_by_tma_and_nothing_pads_them(s
     assert " LDG." not in compiled(problem, config).kernels[0].sass  # no thread waits for global memory
 
 
+@pytest.mark.parametrize("steps", [11, 12, 13])
+def test_a_short_part_of_k_in_a_cluster_spills_nothing(steps):
+    """With 12 stages ptxas unrolls the producer's loop."""
+    problem = MatmulProblem(2, 1152, 2 * 64 * steps)
+    clusters = (c for c in MATMUL.candidates(problem, H200) if (c.cluster, c.split_k, c.schedule) == ("k", 2, "ahead"))
+    report = compiled(problem, next(c for c in clusters if (c.tile_m, c.tile_n, c.tile_k) == (8, 64, 64)))
+    assert report.spills == 0
+
+
 @pytest.mark.parametrize("scales", thorough.cases(["none", "tensor", "row"], ["row"]))
 def test_operands_of_8_bits_compile_without_spills(scales):
     problem = MatmulProblem(

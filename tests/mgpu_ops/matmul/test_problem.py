@@ -315,7 +315,7 @@ def test_an_epilogue_in_turn_has_wide_tiles_where_there_is_little_time_for_it(k,
 
 @pytest.mark.parametrize("elements", [8, 96, 104, 168, 256])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_every_consumer_s_bias_begins_where_tma_can_write(elements, itemsize):
+def test_every_consumer_s_part_of_a_vector_begins_where_tma_can_write(elements, itemsize):
     assert vector_room(elements) >= elements
     assert vector_room(elements) * itemsize % 128 == 0
 
