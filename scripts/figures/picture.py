@@ -10,7 +10,7 @@ from collections.abc import Sequence
 Strip = tuple[str, str, float, Sequence[tuple[float, str]]]
 
 _PANELS = (  # on one GPU, between several: ticks of the logarithmic axis
-    ("One NVIDIA H200", (0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 5.0)),
+    ("One NVIDIA H200", (0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.2, 4.0, 5.5)),
     ("Between H200s", (0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)),
 )
 _WIDTH, _LEFT, _RIGHT, _ROW = 640, 24, 616, 46  # pixels
