@@ -39,7 +39,7 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mgpu_ops import FlashAttentionProblem, GroupedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
@@ -159,14 +159,24 @@ def drawn(seed: int = SEED, count: int = DRAWN) -> list[MatmulProblem]:
 
 
 def epilogues() -> list[MatmulProblem]:
-    spec, rng = spec_of("matmul"), random.Random(EPILOGUE_SEED)
+    def fields(i: int) -> dict[str, Any]:
+        dtype = "float16" if i % 3 == 2 else "bfloat16"
+        of_all = {"dtype": dtype, "out_dtype": dtype, "layout": ("nn", "nt")[i // len(EPILOGUES) % 2]}
+        return of_all | EPILOGUES[i % len(EPILOGUES)]
+
+    return _short_products(EPILOGUE_SEED, EPILOGUE_PROBLEMS, 16, 8, fields)
+
+
+def _short_products(
+    seed: int, count: int, least_rows: int, unit: int, fields: Callable[[int], dict[str, Any]]
+) -> list[MatmulProblem]:
+    """Of at most `MOST_EPILOGUE_FLOPS`. unit: of n and k. fields: the others of a problem, by its number."""
+    spec, rng = spec_of("matmul"), random.Random(seed)
     found: list[MatmulProblem] = []
-    while len(found) < EPILOGUE_PROBLEMS:
-        i = len(found)
-        m = round(_log_uniform(rng, 16, 16384))
-        n, k = (8 * round(_log_uniform(rng, 256, 16384) / 8) for _ in "nk")
-        dtype, layout = ("float16" if i % 3 == 2 else "bfloat16"), ("nn", "nt")[i // len(EPILOGUES) % 2]
-        problem = MatmulProblem(m, n, k, dtype, dtype, layout, **EPILOGUES[i % len(EPILOGUES)])
+    while len(found) < count:
+        m = round(_log_uniform(rng, least_rows, 16384))
+        n, k = (unit * round(_log_uniform(rng, 256, 16384) / unit) for _ in "nk")
+        problem = MatmulProblem(m, n, k, **fields(len(found)))
         if spec.flops(problem) <= MOST_EPILOGUE_FLOPS and problem not in found:
             found.append(problem)
     return found
@@ -178,15 +188,8 @@ def epilogues_text() -> str:
 
 
 def eight_bits() -> list[MatmulProblem]:
-    spec, rng = spec_of("matmul"), random.Random(EIGHT_BITS_SEED)
-    found: list[MatmulProblem] = []
-    while len(found) < EIGHT_BITS_PROBLEMS:
-        m = round(_log_uniform(rng, 8, 16384))
-        n, k = (16 * round(_log_uniform(rng, 256, 16384) / 16) for _ in "nk")
-        problem = MatmulProblem(m, n, k, layout="nt", **EIGHT_BITS[len(found) % len(EIGHT_BITS)])
-        if spec.flops(problem) <= MOST_EPILOGUE_FLOPS and problem not in found:
-            found.append(problem)
-    return found
+    kinds = [{"layout": "nt"} | kind for kind in EIGHT_BITS]
+    return _short_products(EIGHT_BITS_SEED, EIGHT_BITS_PROBLEMS, 8, 16, lambda i: kinds[i % len(kinds)])
 
 
 def eight_bits_text() -> str:

@@ -55,7 +55,7 @@ _WAVE_SPLITS = {  # (cluster, split_k) by the blocks of a cluster
 }
 _MOST_WAVES_IN_PARTS = 4  # with k divided, of such tiles
 _WAVE_MORE = 16  # columns that a tile costs beside its own: rows of its other operand
-_UNROLLED = range(11, 14)  # steps of a part of k that fewer stages than these are for
+_UNROLLED = range(11, 14)  # steps of a part of k for which a block has fewer stages than 11
 _IN_FLIGHT = 112 * 1024  # bytes of B in a block's pipeline that are enough
 _MOST_SUMS = 256 * 192  # elements of a tile that two consumers add up, with 40 registers left to a producer thread
 _MOST_DEFERRED = 128 * 256  # elements of a tile that is kept in registers
@@ -440,9 +440,8 @@ def deepest(problem: Problem, config: Config, gpu: Gpu) -> Config | None:
     that is worth more.
     """
     widths = (64,) if computes_transposed(config) else (64, 32)
-    stage_more = itemsize_of(problem.dtype) == 1 and any(
-        _fits(problem, config, gpu, stages, 32) and not _fits(problem, config, gpu, stages, 64) for stages in (3, 4)
-    )
+    wide, narrower = (_most_steps(problem, _alike(config), gpu, columns) for columns in (64, 32))
+    stage_more = itemsize_of(problem.dtype) == 1 and wide < min(narrower, 4) and narrower > 2
     short_steps = config.tile_k <= _line(problem) and not transposed(problem)[0]
     short_turns = has_epilogue(problem) and _depth(problem) < _LONG_K
     beside_wgmma = (config.takes_turns and not short_turns) or (config.schedule == "deferred" and short_steps)

@@ -55,13 +55,17 @@ def test_anywhere_with_epilogues_is_what_its_script_draws_within_the_stated_rule
         for layout in ("nn", "nt")
         for kind in draw_anywhere.EPILOGUES
     }
+    assert_short_products(found, least_rows=16, unit=8)
+
+
+def assert_short_products(found: list[Any], least_rows: int, unit: int) -> None:
     for p in found:
         assert MATMUL.supports(p, H200) is None
         assert MATMUL.flops(p) <= 2e12
-        assert 16 <= p.m <= 16384
+        assert least_rows <= p.m <= 16384
         assert min(p.n, p.k) >= 256
         assert max(p.n, p.k) <= 16384
-        assert p.n % 8 == p.k % 8 == 0
+        assert p.n % unit == p.k % unit == 0
 
 
 def test_anywhere_of_8_bits_is_what_its_script_draws_within_the_stated_rule() -> None:
@@ -71,13 +75,7 @@ def test_anywhere_of_8_bits_is_what_its_script_draws_within_the_stated_rule() ->
     assert [dataclasses.replace(p, m=1, n=1, k=1) for p in found] == [
         MatmulProblem(1, 1, 1, layout="nt", **kind) for kind in draw_anywhere.EIGHT_BITS
     ] * 8
-    for p in found:
-        assert MATMUL.supports(p, H200) is None
-        assert MATMUL.flops(p) <= 2e12
-        assert 8 <= p.m <= 16384
-        assert min(p.n, p.k) >= 256
-        assert max(p.n, p.k) <= 16384
-        assert p.n % 16 == p.k % 16 == 0
+    assert_short_products(found, least_rows=8, unit=16)
 
 
 GROUPED = {op: suites.problems(spec_of(op), "anywhere") for op in ("grouped_matmul", "ragged_contraction")}
