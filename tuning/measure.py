@@ -112,7 +112,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    if x.dtype == jnp.bool_:
+    if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # in bytes of their own: two numbers of 4 bits share one in memory
         return x.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize, jnp.uint8))
 

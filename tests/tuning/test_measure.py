@@ -114,7 +114,21 @@ def test_a_result_of_another_shape_passes_no_limit(shape: tuple[int, ...]) -> No
 # --- the same bits
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32, jnp.int8, jnp.int32, jnp.float8_e4m3fn, jnp.bool_])
+DTYPES = [
+    jnp.bfloat16,
+    jnp.float16,
+    jnp.float32,
+    jnp.int8,
+    jnp.int32,
+    jnp.float8_e4m3fn,
+    jnp.float8_e5m2,
+    jnp.bool_,
+    jnp.int4,
+    jnp.uint4,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bit_is_a_difference_in_any_dtype(dtype: Any) -> None:
     x = jnp.arange(16).astype(dtype)
     y = x.at[3].set(x[4] if dtype != jnp.bool_ else False)

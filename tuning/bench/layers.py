@@ -72,10 +72,24 @@ SHAPES = {
     "qwen3-30b-64": Problem(64, 2048, 768, 128, 8),
     "mixtral-8x7b-16": Problem(16, 4096, 14336, 8, 2),
 }
+_OTHER_MODELS = {  # of which no config is shipped for the products
+    "olmoe-8192": Problem(8192, 2048, 1024, 64, 8),
+    "gpt-oss-20b-8192": Problem(8192, 2880, 2880, 32, 4),
+    "granite3-3b-8192": Problem(8192, 1536, 512, 40, 8),
+    "deepseek-v2-lite-8192": Problem(8192, 2048, 1408, 64, 6),
+    "glm4.5-air-8192": Problem(8192, 4096, 1408, 128, 8),
+    "phi3.5-moe-8192": Problem(8192, 4096, 6400, 16, 2),
+    "qwen2-57b-a14b-4096": Problem(4096, 3584, 2560, 64, 8),
+    "llama4-scout-8192": Problem(8192, 5120, 8192, 16, 1),
+    "gpt-oss-20b-64": Problem(64, 2880, 2880, 32, 4),
+    "glm4.5-air-32": Problem(32, 4096, 1408, 128, 8),
+}
 SUITES: dict[str, Sequence[str]] = {
     "training": [name for name, p in SHAPES.items() if p.tokens >= 4096],
     "decoding": [name for name, p in SHAPES.items() if p.tokens < 4096],
+    "other-models": list(_OTHER_MODELS),
 }
+SHAPES |= _OTHER_MODELS
 
 # --- What it takes ----------------------------------------------------------------------------------------------------
 
