@@ -52,6 +52,9 @@ REPLAY: dict[str, tuple[str, ...]] = {
         "llama3-8b-qkv-4096-da",
         "llama3-8b-gate_up-128-db",
         "llama3-8b-down-4096-db",
+        "square-4096",
+        "llama3-8b-out-128",
+        "llama3-8b-gate_up-256",
     ),
     "gated_matmul": ("llama3-8b-128", "llama3-8b-4096-gradient"),
     "quantized_matmul": ("llama3-8b-down-16-w8", "llama3-8b-gate_up-16-w4"),
@@ -62,16 +65,23 @@ REPLAY: dict[str, tuple[str, ...]] = {
         "deepseek-v3-ep8-down-4096-random",
         "qwen3-30b-gate_up-64-random",
         "qwen3-235b-gate_up-8192-skewed",
+        "qwen3-30b-gate_up-16384-random",
     ),
     "quantized_grouped_matmul": ("qwen3-30b-down-64-random-w8", "deepseek-v3-ep8-down-64-random-w4"),
     "gated_grouped_matmul": ("qwen3-30b-64-random", "mixtral-8x7b-2048-even-gradient"),
-    "ragged_contraction": ("mixtral-8x7b-gate_up-2048-even-drhs", "deepseek-v3-ep8-down-4096-random-drhs"),
+    "ragged_contraction": (
+        "mixtral-8x7b-gate_up-2048-even-drhs",
+        "deepseek-v3-ep8-down-4096-random-drhs",
+        "qwen3-30b-gate_up-16384-random-drhs",
+    ),
     "flash_attention": (
         "gpt2-1024-causal",
         "mha64-4096",
         "llama3-8b-2048-causal",
         "llama3-8b-8192-causal",
         "mistral-7b-16384-window",
+        "llama3-8b-512-causal",
+        "mha128-4096",
     ),
     "flash_attention_backward": ("gpt2-1024-causal", "mha64-4096-causal"),
     "cross_entropy": ("llama3-8b-512", "llama3-8b-4096-gradient"),
@@ -83,39 +93,37 @@ _GROUPED = {
     "tile_n": (64, 128, 256),
     "max_concurrent_steps": (2, 3, 4, 6),
     "raster_width": (4, 16),
-    "epilogue_tile_n": (64, 128, 256),
     "epilogue_slots": (1, 2),
     "memory_registers": (40,),
-    "schedule": ("static",),
 }
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "matmul": {
         "tile_m": (64, 128, 256),
         "tile_n": (64, 128, 192, 256),
         "tile_k": (64,),
-        "max_concurrent_steps": (3, 4, 6, 8),
+        "max_concurrent_steps": (4, 6),
         "compute_warpgroups": (2,),
-        "cluster": ("none", "m"),
+        "wg_dimension": ("m",),
+        "cluster": ("none", "m", "k"),
         "raster_dimension": ("m",),
-        "raster_width": (2, 8),
+        "raster_width": (8,),
         "epilogue_tile_n": (32, 64),
-        "split_k": (1, 2, 4),
+        "split_k": (1, 2),
         "memory_registers": (40,),
-        "schedule": ("cooperative",),
     },
     "gated_matmul": {"tile_k": (64,), "raster_dimension": ("m",), "raster_width": (2, 8), "memory_registers": (40,)},
     "quantized_matmul": {"memory_registers": (40,)},
     "quantize": {},
     "quantized_grouped_matmul": {"memory_registers": (40,)},
-    "grouped_matmul": _GROUPED,
+    "grouped_matmul": _GROUPED | {"max_concurrent_steps": (2, 4, 6), "epilogue_tile_n": (64,)},
     "gated_grouped_matmul": _GROUPED | {"epilogue_tile_n": (64, 128)},
-    "ragged_contraction": _GROUPED,
+    "ragged_contraction": _GROUPED | {"epilogue_tile_n": (64, 128, 256)},
     "flash_attention": {
+        "compute_warpgroups": (2, 3),
+        "max_concurrent_steps": (2, 3),
+        "q_slots": (1, 2),
         "section_waves": (1, 4, 1024),
         "memory_registers": (24, 32, 40),
-        "pv_wait": ("early",),
-        "turns": ("none",),
-        "rescale": ("always",),
     },
     "flash_attention_backward": {},
     "cross_entropy": {},
@@ -160,6 +168,9 @@ class SweepRow(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         return measure.median_us(self.samples) if self.samples else float("inf")
 
 
+Choices = tuple[int | str | bool, ...]  # of a parameter
+
+
 class Sweep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: int
     op: str
@@ -177,8 +188,8 @@ class Sweep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int  # of the inputs
     date: str  # of its end
     complete: bool
-    grid: dict[str, tuple[int | str, ...]]  # what every legal combination of is measured
-    parameters: dict[str, tuple[int | str, ...]] = msgspec.field(name="knobs")  # all values that occur, for `SweepRow.config`
+    grid: dict[str, Choices]  # what every legal combination of is measured
+    parameters: dict[str, Choices] = msgspec.field(name="knobs")  # all values that occur, for `SweepRow.config`
     rows: tuple[SweepRow, ...]
 
     def configs(self, spec: OpSpec) -> list[Any]:

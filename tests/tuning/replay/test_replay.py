@@ -63,6 +63,13 @@ def sweeps() -> list[Sweep]:
     return [made(op, name, seed) for seed, (op, found) in enumerate(names.items()) for name in found]
 
 
+def test_a_sweep_of_any_op_is_read_back_as_it_was_written(sweeps: list[Sweep], tmp_path: Path) -> None:
+    for found in sweeps:
+        path, _ = sweep.paths(tmp_path, found.op, "h200", found.name)
+        sweep.write(found, path)
+        assert sweep.read(path) == found
+
+
 # --- the bounds
 
 
@@ -81,7 +88,7 @@ def test_the_default_search_holds_its_bounds_on_recorded_sweeps() -> None:
     found = sweep.read_all(RECORDED) if RECORDED.exists() else []
     if not found:
         pytest.skip("no sweep is recorded in results/replay")
-    assert len(found) >= 20
+    assert len(found) >= 36
     bounds(found, seeds=10 if ALL else 1)
 
 
