@@ -51,7 +51,11 @@ ATTENTION = {
     "long": "2026-11-22-h200-flash_attention-backward-long.jsonl",
     "close to cuDNN": "2026-11-29-h200-flash_attention-backward-drawn.jsonl",
 }
-GROUPED = "2026-11-22-h200-grouped_matmul-anywhere.jsonl"
+GROUPED = {
+    "suite anywhere": "2026-11-22-h200-grouped_matmul-anywhere.jsonl",
+    "drawn, cold": "2026-11-30-h200-grouped-drawn.jsonl.gz",
+    "8 bits, cold": "2026-11-30-h200-grouped-8-bits.jsonl.gz",
+}
 SHORT_TILES = "2026-11-28-h200-grouped_matmul-short-tiles.jsonl.gz"
 RESIDUALS = "2026-11-29-h200-matmul-residual-drawn.jsonl.gz"
 QUANTIZED_ROWS = "2026-11-22-h200-quantized_matmul-rows.jsonl"
@@ -94,7 +98,7 @@ def measured() -> list[Measured]:
         *_float32(),
         *(one for source, name in ATTENTION.items() for one in _attention(source, name)),
         *_no_faster_since(_residuals()),
-        *_grouped(),
+        *(one for source, name in GROUPED.items() for one in _grouped(source, name)),
         *_short_tiles(),
         *_quantized(),
         *_benched("quantized_matmul", "layers of Llama 3", *QUANTIZED),
@@ -203,13 +207,15 @@ def _padded_then(name: str, problem: Any, config: Any) -> bool:
     return name.startswith("2026-11-22") and problem.head_dim == 112 and config.dq_step == "same"
 
 
-def _grouped() -> Iterator[Measured]:
+def _grouped(source: str, name: str) -> Iterator[Measured]:
     """Products and contractions of groups, drawn, with a cold L2. XLA multiplies all rows by each group's matrix."""
-    for line in (RESULTS / GROUPED).read_text().splitlines():
+    for line in _read(RESULTS / name).splitlines():
         entry = json.loads(line)
+        if "problem" not in entry:
+            continue
         spec = SPECS[entry["op"]]
         pairs = [(spec.Config(**config), entry["us"][key]) for key, config in entry["configs"].items()]
-        yield Measured(entry["op"], "suite anywhere", spec.Problem(**entry["problem"]), pairs, entry["us"].get("xla"))
+        yield Measured(entry["op"], source, spec.Problem(**entry["problem"]), pairs, entry["us"].get("xla"))
 
 
 def _short_tiles() -> Iterator[Measured]:

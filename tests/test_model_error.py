@@ -34,8 +34,7 @@ def test_the_error_is_the_logarithm_of_modelled_over_measured_and_the_choice_is_
 
 def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
     sources = {(one.op, one.source) for one in model_error.measured()}
-    not_swept = {"gated_matmul", "quantized_matmul", "quantize", "gated_grouped_matmul", "cross_entropy", "rms_norm"}
-    not_swept |= {"quantized_grouped_matmul", "rotary", "embedding"}
+    not_swept = {"rms_norm", "rotary", "embedding"}  # they have 16 configs at most
     swept = {op for op in SPECS if SPECS[op].devices(_any(op)) == 1} - not_swept
     assert {op for op, source in sources if source == "sweeps"} == swept
     assert {source for op, source in sources if op == "matmul"} == {

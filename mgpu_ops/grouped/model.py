@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -98,7 +99,21 @@ def row_blocks(spread: str, rows: int, groups: int, size: int) -> float:
     used = _used(spread, rows, groups)
     if spread == "even":
         return used * math.ceil(rows / used / size)
+    if spread == "skewed":
+        return sum(math.ceil(share / size) for share in _skewed(rows, groups))
     return max(used, rows / size + used / 2)  # the last block of a group is half full on average
+
+
+@functools.lru_cache(maxsize=256)
+def _skewed(rows: int, groups: int) -> tuple[float, ...]:
+    """The groups' rows, where the g-th share is proportional to 1/g."""
+    return tuple(rows / (harmonic(groups) * g) for g in range(1, groups + 1))
+
+
+@functools.lru_cache(maxsize=256)
+def harmonic(groups: int) -> float:
+    """The sum of 1/g of all groups."""
+    return sum(1 / (g + 1) for g in range(groups))
 
 
 def _used(spread: str, rows: int, groups: int) -> int:
@@ -111,8 +126,11 @@ def of_whole_tiles(p: GroupedProblem, c: Config) -> float:
     if not c.short_tiles:
         return 1.0
     used = _used(p.spread, p.m, p.groups)
-    last = math.ceil(p.m / used) % c.tile_m
-    short = used * (0 < last <= gemm.ROWS) if p.spread == "even" else used / 2
+    if p.spread in ("even", "skewed"):
+        sizes = (p.m / used,) * used if p.spread == "even" else _skewed(p.m, p.groups)
+        short: float = sum(0 < math.ceil(size) % c.tile_m <= gemm.ROWS for size in sizes)
+    else:
+        short = used / 2
     return 1 - (1 - _SHORT_TILE) * short / row_blocks(p.spread, p.m, p.groups, c.tile_m)
 
 
@@ -128,17 +146,24 @@ _STORE = 1.37  # of the time at rates.LOAD_BYTES_PER_CLOCK
 # Of its store's time a tile of a product takes less where the store is deferred (results/2026-11-23-h200-grouped-deferred.jsonl
 # and -retuned.jsonl, and 23 drawn products).
 _HIDDEN = 0.40
-_ACROSS_LINES = 1.38  # times as long take the loads of rows that do not begin at 128-byte lines: each lies in two of them
+# Times as long take the loads of rows that do not begin at lines of 128 bytes, as each lies in two of them; and of those that
+# begin within a sector of 32 bytes.
+_ACROSS_LINES, _ACROSS_SECTORS = 1.05, 1.38
 # Times as long, less one, take stores of such rows; and of those that begin within a sector of 32 bytes, where other tiles'
 # parts of a sector come later: for all of them, and for tiles of 64 columns. Where tiles are handed out, neighbours are stored
 # at about one time (results/2026-11-23-h200-ragged_contraction-writes.jsonl).
 _STORED_ACROSS_LINES, _STORED_ACROSS_SECTORS, _STORED_APART, _STORED_TOGETHER = 0.07, 0.50, 0.70, 0.17
 _LINE, _SECTOR = 128, 32  # bytes
 # Of products of 16 bits, fitted to 36 of them (results/2026-11-28-h200-grouped_matmul-short-tiles.jsonl.gz).
-_TWO_STAGES = 1.012  # times as long, where two long steps are all that fits
+_TWO_STAGES, _TWO_SHORT_STAGES = 1.012, 1.04  # times as long, where two long steps are all that fits, or two of 64
 _SHORT_TILE = 0.75  # of a tile's time
 _HANDED_OUT = 1e-6  # s of XLA's zero in the counter
 _OUT_OF_STEP = 0.2  # of reads' share of the time: tiles that share weights do not begin together, and some are read twice
+
+
+def _across(row: int) -> float:
+    """Times as long take the loads of rows of so many bytes."""
+    return _ACROSS_SECTORS if row % _SECTOR else _ACROSS_LINES if row % _LINE else 1.0
 
 
 def stored(columns: int, itemsize: int, c: Config) -> float:
@@ -154,7 +179,7 @@ def as_run(p: Any, c: Config, seconds: float, read: float, moved: int, gpu: Gpu)
     read, moved: bytes that are read, and that are read and written.
     """
     if itemsize_of(p.dtype) > 1 and c.max_concurrent_steps == 2:
-        seconds *= _TWO_STAGES
+        seconds *= _TWO_STAGES if c.tile_k > PANEL else _TWO_SHORT_STAGES
     return _gathered(p, c, _handed_out(c, seconds, read, gpu), moved, gpu)
 
 
@@ -201,7 +226,7 @@ def cost(
     waves = math.ceil(waves) if waves < 8 else waves + 0.5
     itemsize, across = itemsize_of(p.dtype), stored(p.n, itemsize_of(p.out_dtype), c)
     sides = zip((c.tile_m, c.tile_n), rows, strict=True)
-    loaded = sum(itemsize * c.tile_k * side * (_ACROSS_LINES if row * itemsize % _LINE else 1.0) for side, row in sides)
+    loaded = sum(itemsize * c.tile_k * side * _across(row * itemsize) for side, row in sides)
     from_hbm = min(1.0, sum(moved) / (tiles * steps * loaded))
     latency = (rates.LOAD_LATENCY + _HBM_LATENCY * from_hbm) / c.max_concurrent_steps
     arithmetic = gemm.multiply_seconds(c, gpu, _RATE * rate * gemm.efficiency(c))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 from mgpu_ops.core.gemm import epilogue_tiles
@@ -46,25 +45,18 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 def _long_enough(p: Problem, rows: int) -> float:
     """Of how many groups, about, the tiles take so many rows that the store of the tile before is hidden."""
     if p.spread == "skewed":
-        groups = p.m / (rows * _harmonic(p.groups))
+        groups = p.m / (rows * common.harmonic(p.groups))
         return min(1.0, groups / p.groups) if groups > _HALF_A_GROUP else 0.0
     used = 0.5 if p.spread == "sparse" else 1.0
     return used * (p.m >= rows * p.groups * used)
-
-
-@functools.lru_cache(maxsize=256)
-def _harmonic(groups: int) -> float:
-    """The sum of 1/g of all groups."""
-    return sum(1 / (g + 1) for g in range(groups))
 
 
 def _uneven(p: Problem, c: Config, tiles: float, gpu: Gpu) -> float:
     """Seconds that the last block is behind where each has every so many-th tile: some have a tile more of large groups."""
     more = tiles / gpu.sms % 1
     mean = p.m / p.groups
-    squares = (
-        1.6 / _harmonic(p.groups) ** 2 * p.groups**2 if p.spread == "skewed" else _SQUARES.get(p.spread, _RANDOM) * p.groups
-    )
+    squares = 1.6 / common.harmonic(p.groups) ** 2 * p.groups if p.spread == "skewed" else _SQUARES.get(p.spread, _RANDOM)
+    squares *= p.groups
     seconds_of_row = 2 * c.tile_m * c.tile_n * gpu.sms / gpu.flops(p.dtype)
     return _BEHIND * mean * math.sqrt(more * (1 - more) * squares) * seconds_of_row
 
