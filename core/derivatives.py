@@ -28,6 +28,25 @@ def first_order(name: str, forward: Rule, backward: Rule) -> tuple[Rule, Rule]:
     return forward_rule, backward_rule
 
 
+def refuse_8_bits(op: str, instead: str, scales: str, *arrays: jax.Array) -> None:
+    """Raises ValueError for an array of 8 bits, whose gradient would have 8 bits too, and for scales of wider ones.
+
+    instead: what to train with. scales: "none" where the call has none.
+    """
+    dtypes = " and ".join(dict.fromkeys(x.dtype.name for x in arrays))
+    constant = "or hold the arrays constant with jax.lax.stop_gradient"
+    if any(x.dtype.itemsize == 1 for x in arrays):
+        raise ValueError(
+            f"{op} of {dtypes} has no gradient: 8 bits without a scale of its own would lose it. Train with {instead} of the "
+            f"16-bit arrays, {constant}"
+        )
+    if scales != "none":
+        raise ValueError(
+            f"{op} of {dtypes} has no gradient with scales of operands, which are for 8 bits: multiply the operand or the result "
+            f"by the scale instead, {constant}"
+        )
+
+
 def _constant(name: str, values: Any) -> Any:
     """The values, of which no array can be differentiated. Others, such as a bool that a rule saves, stay as they are."""
     leaves, tree = jax.tree.flatten(values)

@@ -15,20 +15,27 @@ MAX_SIZE = 2**31 - 256  # of a dimension: 32 bits count up to the end of its las
 
 
 def check_fields(problem: Any, least: dict[str, int] | None = None) -> None:
-    """Raises ValueError for a field of a Problem that no call can have.
+    """Raises ValueError for a field of a Problem that no call can have, as `field_fault` says."""
+    if (fault := field_fault(problem, least)) is not None:
+        raise ValueError(fault)
+
+
+def field_fault(record: Any, least: dict[str, int] | None = None) -> str | None:
+    """Which field of a Problem or Config no call can have, and why, or None.
 
     That is a value of another type than its annotation (`int`, `str` or `bool`), or a number below `least[field]`, by default
     below 0. A symbolic dimension counts as an `int`.
     """
-    cls: Any = type(problem)
+    cls: Any = type(record)
     for name, kind in _kinds(cls):
-        value = getattr(problem, name)
+        value = getattr(record, name)
         if type(value) is not kind:
             if kind is int and _is_symbolic(value):
                 continue
-            raise ValueError(f"{name}={value!r} of {cls.__name__} must be of type {kind.__name__}, not {type(value).__name__}")
+            return f"{name}={value!r} of {cls.__name__} must be of type {kind.__name__}, not {type(value).__name__}"
         if kind is int and value < (lowest := (least or {}).get(name, 0)):
-            raise ValueError(f"{name}={value} of {cls.__name__} must be at least {lowest}")
+            return f"{name}={value} of {cls.__name__} must be at least {lowest}"
+    return None
 
 
 @functools.cache

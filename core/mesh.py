@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,21 @@ def mesh_of(arrays: Sequence[jax.Array]) -> jax.sharding.AbstractMesh:
 def explicit_axes(mesh: jax.sharding.AbstractMesh) -> tuple[str, ...]:
     """Those over which the arrays' types say how they are split."""
     return tuple(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+
+
+def as_rows(name: str, x: jax.Array, kept: int = 1) -> jax.Array:
+    """The argument `name` with all its dimensions but the last `kept` ones in one.
+
+    ValueError where JAX says that explicit axes split one of them which is not the first: equal parts of rows are then no rows.
+    """
+    lead = x.shape[: x.ndim - kept]
+    try:
+        return x.reshape(math.prod(lead), *x.shape[x.ndim - kept :])
+    except _core.ShardingTypeError:
+        raise ValueError(
+            f"{name} is {jax.typeof(x)}: its first {len(lead)} dimensions become one, and over explicit axes of a mesh only the "
+            f"first of them is split: pass jax.sharding.reshard({name}, jax.P(axes of the mesh))"
+        ) from None
 
 
 def split_as(x: jax.Array, other: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike, DTypeLike
 from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, checked_activation
-from mgpu_ops.core.derivatives import first_order
+from mgpu_ops.core.derivatives import first_order, refuse_8_bits
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
 from mgpu_ops.grouped.calls import checked_offset, checked_operands, checked_sizes, checked_spread
 from mgpu_ops.grouped.rows import rows_at
@@ -529,6 +529,7 @@ def _layer_forward(call: _Call, x: jax.Array, weights: jax.Array, *arrays: jax.A
     The rows of x are gathered before, as the backward pass does again: XLA makes one gather of both where it sees both.
     """
     w_gate, w_up, w_down, sizes, order, positions = arrays
+    refuse_8_bits("moe", "mgpu_ops.fp8_moe", "none", x, w_gate, w_up, w_down)
     rows = rows_of_tokens(x, tokens_of(order, positions), positions)
     hidden, gate, up = gated.kept(call.gated(x.dtype.name), rows, w_gate, w_up, sizes)
     return _down(call, hidden, w_down, sizes, _scale(weights, order), positions), (x, weights, *arrays, gate, up)

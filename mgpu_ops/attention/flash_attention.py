@@ -219,9 +219,12 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     """The output and the natural logarithm of each row's sum of exponentials."""
     call, inputs = arguments.call(), arguments.inputs()
     q, k, v = arguments.q, arguments.k, arguments.v
-    if inputs.kv_scales is not None and _become_wide(call.problem(q, k, v, inputs)):
-        k, v = (_in_dtype(q.dtype, x, scale) for x, scale in zip((k, v), inputs.kv_scales, strict=True))
-        inputs = dataclasses.replace(inputs, kv_scales=None)
+    if inputs.kv_scales is not None:
+        q, k, v, *scales = _without_gradient(q, k, v, *inputs.kv_scales)
+        inputs = dataclasses.replace(inputs, kv_scales=tuple(scales))
+        if _become_wide(call.problem(q, k, v, inputs)):
+            k, v = (_in_dtype(q.dtype, x, scale) for x, scale in zip((k, v), scales, strict=True))
+            inputs = dataclasses.replace(inputs, kv_scales=None)
     if arguments.checked_scale() < 0:  # the kernel takes the largest score before it scales
         q = -q
     if (more := v.shape[-1] - q.shape[-1]) > 0:  # zeros add nothing to any score
@@ -241,8 +244,22 @@ def _become_wide(problem: Problem) -> bool:
 
 
 def _in_dtype(dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Keys or values of 8 bits times their scale, [batch or 1, kv_heads], without a gradient."""
-    return jax.lax.stop_gradient((x.astype(jnp.float32) * scale[:, None, :, None]).astype(dtype))
+    """Keys or values of 8 bits times their scale, [batch or 1, kv_heads]."""
+    return (x.astype(jnp.float32) * scale[:, None, :, None]).astype(dtype)
+
+
+@jax.custom_jvp
+def _without_gradient(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Queries, keys and values of 8 bits and their scales, of which there is no gradient."""
+    return arrays
+
+
+@_without_gradient.defjvp
+def _(primals: tuple[jax.Array, ...], _: Any) -> Any:
+    raise TypeError(
+        f"flash_attention with k and v of {primals[1].dtype} has no gradient: cast k k_scale and v v_scale to q's dtype; or "
+        "stop the gradients of q, k and v (jax.lax.stop_gradient)"
+    )
 
 
 # --- Gradient and batching rules -------------------------------------------------------------------------------------
@@ -259,11 +276,6 @@ def _attention_forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, inp
         raise TypeError(
             "flash_attention with a page_table has no gradient: gather the pages, k[page_table].reshape(batch, -1, kv_heads, "
             "head_dim) and v likewise, and leave page_table out; or stop the gradients of q, k and v (jax.lax.stop_gradient)"
-        )
-    if inputs.kv_scales is not None:
-        raise TypeError(
-            f"flash_attention with k and v of {k.dtype} has no gradient: cast k k_scale and v v_scale to q's dtype; or stop "
-            "the gradients of q, k and v (jax.lax.stop_gradient)"
         )
     out, lse = _attention(call, q, k, v, inputs)
     return (out, lse), (q, k, v, inputs, out, lse)

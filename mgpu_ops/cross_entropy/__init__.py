@@ -117,8 +117,8 @@ def cross_entropy(
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.CrossEntropyConfig")
     call, return_lse = _Call(config, dispatch.requested_backend(backend)), flags.checked("return_lse", return_lse)
-    known = _known_labels(y, x.shape[-1]).reshape(-1)
-    loss, lse = _losses(call, *mesh.same_mesh_axes(x.reshape(known.shape[0], x.shape[-1]), known))
+    known = mesh.as_rows("labels", _known_labels(y, x.shape[-1]), 0)
+    loss, lse = _losses(call, *mesh.same_mesh_axes(mesh.as_rows("logits", x), known))
     loss, lse = loss.reshape(y.shape), lse.reshape(y.shape)
     return (loss, lse) if return_lse else loss
 

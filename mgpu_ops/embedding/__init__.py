@@ -85,7 +85,7 @@ def embedding(
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.EmbeddingConfig")
     call, last = _Call(config, dispatch.requested_backend(backend)), rows.shape[0] - 1
     known = jnp.clip(integers.clipped(numbers, last), 0, last)
-    out = _look_up(call, *mesh.same_mesh_axes(rows, known.reshape(-1)))
+    out = _look_up(call, *mesh.same_mesh_axes(rows, mesh.as_rows("tokens", known, 0)))
     return out.reshape(*known.shape, rows.shape[1])
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.core import activations, mesh
-from mgpu_ops.core.derivatives import first_order
-from mgpu_ops.core.limits import FLOAT8
+from mgpu_ops.core.derivatives import first_order, refuse_8_bits
 from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
 from mgpu_ops.grouped.rows import rows_at, sums_at
 from mgpu_ops.grouped.sizes import in_a_group, split
@@ -30,12 +29,7 @@ def _matmul_forward(
     residual: jax.Array | None = None,
 ) -> Any:
     """With an activation its argument is kept; the activation, the scale and the residual are then XLA's."""
-    if call.scales != "none" or not {lhs.dtype.name, rhs.dtype.name}.isdisjoint(FLOAT8):
-        raise ValueError(
-            f"grouped_matmul of {lhs.dtype} and {rhs.dtype} with scales={call.scales!r} has no gradient: 8 bits without a "
-            "scale of its own would lose it. Train with mgpu_ops.fp8_grouped_matmul of the 16-bit arrays, or hold the arrays "
-            "constant with jax.lax.stop_gradient"
-        )
+    refuse_8_bits("grouped_matmul", "mgpu_ops.fp8_grouped_matmul", call.scales, lhs, rhs)
     saved = lhs, rhs, sizes, bias, row_scale, indices, None if residual is None else ()  # of a residual, that there is one
     if call.activation == "none":
         out = grouped_matmul.product(call, lhs, rhs, sizes, bias, row_scale, row_indices=indices, residual=residual)
@@ -143,12 +137,7 @@ grouped_matmul.product.defvjp(_matmul_forward, _matmul_backward)
 def _gated_forward(
     call: gated.Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *rest: jax.Array
 ) -> Any:
-    if call.scales != "none" or not {lhs.dtype.name, w_gate.dtype.name}.isdisjoint(FLOAT8):
-        raise ValueError(
-            f"gated_grouped_matmul of {lhs.dtype} and {w_gate.dtype} with scales={call.scales!r} has no gradient: 8 bits "
-            "without a scale of its own would lose it. Train with two mgpu_ops.fp8_grouped_matmul of the 16-bit arrays, or "
-            "hold the arrays constant with jax.lax.stop_gradient"
-        )
+    refuse_8_bits("gated_grouped_matmul", "two mgpu_ops.fp8_grouped_matmul", call.scales, lhs, w_gate)
     return gated.gated(call, lhs, w_gate, w_up, sizes, *rest), (lhs, w_gate, w_up, sizes, *rest)
 
 

@@ -24,8 +24,8 @@ from mgpu_ops import flags
 from mgpu_ops.core import activations, mesh, order
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.activations import Activation, checked_activation
+from mgpu_ops.core.derivatives import refuse_8_bits
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import FLOAT8
 from mgpu_ops.matmul import algorithms, xla
 from mgpu_ops.matmul.arguments import checked_arrays, checked_bias, checked_out_dtype, epsilon_of
 from mgpu_ops.matmul.checks import check, supports
@@ -147,8 +147,9 @@ def matmul(
     b, and with an activation A B + bias: the kernel then stores that, rounded to out_dtype, and XLA applies activation and
     residual. `jax.checkpoint` computes it again instead.
 
-    There is no gradient with scales or operands of 8 bits: JAX would have it in their 8 bits, without a scale of its own, where
-    most of it is lost. `mgpu_ops.fp8_matmul` of the numbers before `mgpu_ops.quantize` has one.
+    There is no gradient of operands of 8 bits: JAX would have it in their 8 bits, without a scale of its own, where most of it
+    is lost. `mgpu_ops.fp8_matmul` of the numbers before `mgpu_ops.quantize` has one. Nor is there one with scales of wider
+    operands, which a product of the operand or the result with the scale has.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, an unknown activation or backend, a config that cannot run, a
@@ -217,7 +218,7 @@ def products(
     size = math.prod(lead)
     own = list(zip(operands, ranks(_shapeless(call)), strict=True))  # with the rank of one product's
     if wide_b.ndim == 2 and not call.transpose_a:  # more rows of one product
-        rows = (x if x.ndim == rank else x.reshape(size * m, *x.shape[len(lead) + 1 :]) for x, rank in own)
+        rows = (x if x.ndim == rank else mesh.as_rows("a", x, x.ndim - len(lead) - 1) for x, rank in own)
         return _matmul(call, *mesh.same_mesh_axes(*rows)).reshape(shape)
     in_axes = tuple(0 if x.ndim > rank else None for x, rank in own)
     batch = (x if x.ndim == rank else _broadcast(x, lead, rank).reshape(size, *x.shape[-rank:]) for x, rank in own)
@@ -259,12 +260,7 @@ def _forward(call: Call, *arrays: jax.Array) -> Any:
     if call.normalised:
         return _matmul(call, *arrays), arrays
     a, b, *extra = arrays
-    if call.scales != "none" or not {a.dtype.name, b.dtype.name}.isdisjoint({*FLOAT8, "int8"}):
-        raise ValueError(
-            f"matmul of {a.dtype} and {b.dtype} with scales={call.scales!r} has no gradient: 8 bits without a scale of its own "
-            "would lose it. Train with mgpu_ops.fp8_matmul of the 16-bit arrays, or hold the arrays constant with "
-            "jax.lax.stop_gradient"
-        )
+    refuse_8_bits("matmul", "mgpu_ops.fp8_matmul", call.scales, a, b)
     saved = (a, b, extra[0] if call.bias else None, None)
     if call.activation == "none":
         return _matmul(call, *arrays), saved

@@ -156,8 +156,8 @@ def _of_rows(call: _Call, state: Fp8State | None, x: jax.Array, w: jax.Array, *m
     if "bias" in by:
         by["bias"] = checked_bias(by["bias"], shape[-1])
     if "residual" in by:
-        by["residual"] = lax.collapse(like_the_result(by["residual"], shape, call.out_dtype), 0, -1)
-    return _product(call, lax.collapse(x, 0, -1), w, state, *by.values()).reshape(shape)
+        by["residual"] = mesh.as_rows("residual", like_the_result(by["residual"], shape, call.out_dtype))
+    return _product(call, mesh.as_rows("x", x), w, state, *by.values()).reshape(shape)
 
 
 def _check(x: jax.Array, w: jax.Array, scheme: str, transpose_b: bool) -> None:

@@ -10,7 +10,6 @@ import functools
 from typing import Any, NamedTuple, Self
 
 import jax
-from jax import lax
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats
@@ -107,10 +106,10 @@ def fp8_gated_mlp(
         tuple(found[name].dtype.name for name in ("w_gate", "w_up", "w_down")),
         residual is not None,
     )
-    found["x"] = lax.collapse(found["x"], 0, -1)
+    found["x"] = mesh.as_rows("x", found["x"])
     if residual is not None:
         added = floats.array("fp8_gated_mlp", "residual", residual)
-        found["residual"] = lax.collapse(like_the_result(added, shape, call.x_dtype), 0, -1)
+        found["residual"] = mesh.as_rows("residual", like_the_result(added, shape, call.x_dtype))
     out: jax.Array = _mlp(call, checked_gated_state("fp8_gated_mlp", state), *mesh.same_mesh_axes(*found.values()))
     return out.reshape(shape)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -123,8 +122,7 @@ def rms_norm(
     call = _Call(
         checked_epsilon("epsilon", epsilon), config, dispatch.requested_backend(backend), flags.checked("return_x", return_x)
     )
-    count = math.prod(rows.shape[:-1])
-    found = _norm(call, *mesh.same_mesh_axes(rows.reshape(count, rows.shape[-1]), w))
+    found = _norm(call, *mesh.same_mesh_axes(mesh.as_rows("x", rows), w))
     return jax.tree.map(lambda y: y.reshape(rows.shape), found)
 
 

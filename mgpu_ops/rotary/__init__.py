@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,7 +79,8 @@ class RotaryCall:
                     f"{name} has shape {x.shape}: for qkv{rows.shape} it is [tokens, head_dim / 2] = {(tokens, head_dim // 2)}"
                 )
         cos, sin = map(lax.stop_gradient, turns)
-        return rows.reshape(math.prod(rows.shape[:-1]), every, head_dim), cos, sin
+        rows = mesh.as_rows("qkv", rows)  # JAX knows how this is sharded and how the next one, but not both in one
+        return rows.reshape(rows.shape[0], every, head_dim), cos, sin
 
     def with_norms(
         self, op: str, head_dim: int, q_norm: ArrayLike | None, k_norm: ArrayLike | None, epsilon: float

@@ -1,4 +1,4 @@
-"""A second derivative that there is not is told by the name of the function, whatever runs."""
+"""Derivatives that there are not are told by the name of the function, whatever runs."""
 
 from __future__ import annotations
 
@@ -43,3 +43,26 @@ def test_a_gradient_of_a_gradient_that_there_is_not_is_told_by_name(name: str, g
             jax.eval_shape(jax.grad(penalty), X)
         held = jax.grad(lambda x: loss(x) + jax.lax.stop_gradient(loss(x)))
         assert jax.eval_shape(jax.checkpoint(held), X).shape == X.shape
+
+
+def of_8_bits(*shape: int) -> jax.Array:
+    return jnp.ones(shape, jnp.float8_e4m3fn)
+
+
+_X, _W, _DOWN, _SIZES = of_8_bits(3, 5), of_8_bits(2, 5, 7), of_8_bits(2, 7, 5), jnp.array([1, 2])
+PRODUCTS: dict[str, tuple[Callable[[jax.Array], jax.Array], str]] = {
+    "matmul": (lambda x: mgpu_ops.matmul(x, _W[0]), "fp8_matmul"),
+    "gated_matmul": (lambda x: mgpu_ops.gated_matmul(x, _W[0], _W[1]), "fp8_gated_mlp"),
+    "gated_mlp": (lambda x: mgpu_ops.gated_mlp(x, _W[0], _W[1], _DOWN[0]), "fp8_gated_mlp"),
+    "grouped_matmul": (lambda x: mgpu_ops.grouped_matmul(x, _W, _SIZES), "fp8_grouped_matmul"),
+    "gated_grouped_matmul": (lambda x: mgpu_ops.gated_grouped_matmul(x, _W, _W, _SIZES), "fp8_grouped_matmul"),
+    "moe": (lambda x: mgpu_ops.moe(x, jnp.ones((3, 2)), _W, _W, _DOWN, 1), "fp8_moe"),
+}
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_a_gradient_of_8_bits_is_refused_and_a_product_that_trains_is_named(op: str) -> None:
+    product, instead = PRODUCTS[op]
+    assert jnp.isfinite(product(_X).astype(jnp.float32)).all()
+    with pytest.raises(ValueError, match=f"^{op} of float8_e4m3fn has no gradient: .* Train with .*mgpu_ops.{instead} of"):
+        jax.grad(lambda x: product(x).astype(jnp.float32).sum())(_X)

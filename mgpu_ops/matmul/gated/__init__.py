@@ -22,7 +22,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.batching import one_after_the_other
-from mgpu_ops.core.derivatives import first_order
+from mgpu_ops.core.derivatives import first_order, refuse_8_bits
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.matmul import SPEC as PRODUCT
 from mgpu_ops.matmul import Problem as Product
@@ -135,9 +135,8 @@ def gated_matmul(
         normalised=rms_epsilon is not None,
         joined=w_up is None,
     )
-    m = int(np.prod(rows.shape[:-1], dtype=np.int64))
     epsilon = [] if rms_epsilon is None else [epsilon_of(rms_epsilon, rows)]
-    return _gated(call, *mesh.same_mesh_axes(rows.reshape(m, k), *weights, *epsilon)).reshape(*rows.shape[:-1], n)
+    return _gated(call, *mesh.same_mesh_axes(mesh.as_rows("x", rows), *weights, *epsilon)).reshape(*rows.shape[:-1], n)
 
 
 def _sides(transpose_w: bool, gate: jax.Array, up: jax.Array | None = None) -> tuple[int, int]:
@@ -160,6 +159,7 @@ def _gated(call: Call, *arrays: jax.Array) -> jax.Array:
 
 
 def _forward(call: Call, *arrays: jax.Array) -> Any:
+    refuse_8_bits("gated_matmul", "mgpu_ops.fp8_gated_mlp", "none", *arrays)
     return _gated(call, *arrays), arrays
 
 

@@ -7,13 +7,12 @@ import functools
 from typing import Any
 
 import jax
-import numpy as np
 from jax.typing import ArrayLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import mesh, order
 from mgpu_ops.core.activations import Activation, checked_activation
-from mgpu_ops.core.derivatives import first_order
+from mgpu_ops.core.derivatives import first_order, refuse_8_bits
 from mgpu_ops.matmul import like_the_result, matmul
 from mgpu_ops.matmul.gated import Call, batchable, gated_matmul
 from mgpu_ops.registry import dispatch
@@ -68,10 +67,10 @@ def gated_mlp(
             "[k, n], [k, n] and [n, d]"
         )
     call = Call(checked_activation(activation), False, rows.dtype.name, None, dispatch.requested_backend(backend))
-    shape, m = (*rows.shape[:-1], down.shape[1]), int(np.prod(rows.shape[:-1], dtype=np.int64))
-    flat = [rows.reshape(m, rows.shape[-1]), gate, up, down]
+    shape = (*rows.shape[:-1], down.shape[1])
+    flat = [mesh.as_rows("x", rows), gate, up, down]
     if residual is not None:
-        flat.append(like_the_result(arrays["residual"], shape, rows.dtype.name).reshape(m, shape[-1]))
+        flat.append(mesh.as_rows("residual", like_the_result(arrays["residual"], shape, rows.dtype.name)))
     return _layer(call, *mesh.same_mesh_axes(*flat)).reshape(shape)
 
 
@@ -89,6 +88,7 @@ def _down(call: Call, hidden: jax.Array, w_down: jax.Array, residual: jax.Array 
 
 def _forward(call: Call, *arrays: jax.Array) -> Any:
     """The result, and what the backward pass needs: all inputs but the residual, gate, up, and what w_down multiplies."""
+    refuse_8_bits("gated_mlp", "mgpu_ops.fp8_gated_mlp", "none", *arrays)
     x, w_gate, w_up, w_down, *residual = arrays
     gate = matmul(x, w_gate, backend=call.backend)
     hidden, up = batchable(dataclasses.replace(call, stored=True))(x, w_up, gate)

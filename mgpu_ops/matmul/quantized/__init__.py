@@ -108,7 +108,8 @@ def quantized_matmul(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, an unknown backend, a config that cannot run, a gradient that
-        there is not, known scales that are not finite (traced ones: see `matmul`).
+        there is not, known scales that are not finite and known zero points that are not whole and of w's range (traced ones:
+        see `matmul`).
       TypeError: x, scales, bias or residual that are no floats, weights that are no int8 or int4.
 
     Source: the kernel's own, in mgpu_ops/matmul/quantized/kernel.py; see docs/kernels/quantized_matmul.md.
@@ -121,22 +122,21 @@ def quantized_matmul(
     k, n = weights.shape[::-1] if transpose_w else weights.shape
     if rows.shape[-1] != k:
         raise ValueError(f"x{rows.shape} and w{weights.shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})")
-    arrays = (
-        [of_groups] if zero_points is None else [of_groups, checked_zero_points("quantized_matmul", zero_points, of_groups)]
-    )
+    arrays = [of_groups]
+    if zero_points is not None:
+        arrays.append(checked_zero_points("quantized_matmul", zero_points, of_groups, weights.dtype))
     arrays = [constant(a.reshape(_scale_shape(of_groups.shape, k, n))) for a in arrays]
     out = float_dtype(out_dtype, None, rows.dtype)
-    m = int(np.prod(rows.shape[:-1], dtype=np.int64))
     if bias is not None:
         arrays.append(checked_bias(floats.array("quantized_matmul", "bias", bias), n))
     if residual is not None:
         added = floats.array("quantized_matmul", "residual", residual)
-        arrays.append(like_the_result(added, (*rows.shape[:-1], n), out.name).reshape(m, n))
+        arrays.append(mesh.as_rows("residual", like_the_result(added, (*rows.shape[:-1], n), out.name)))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
     backend = dispatch.requested_backend(backend)
     call = _Call(transpose_w, out.name, config, backend, zero_points is not None, bias is not None, residual is not None)
-    flat = mesh.same_mesh_axes(rows.reshape(m, k), weights, *arrays)
+    flat = mesh.same_mesh_axes(mesh.as_rows("x", rows), weights, *arrays)
     return _quantized(call, *flat).reshape(*rows.shape[:-1], n)
 
 
@@ -149,18 +149,16 @@ def checked_weights(op: str, name: str, w: Any) -> jax.Array:
     return weights
 
 
-def checked_zero_points(op: str, zero_points: Any, scales: jax.Array, prefix: str = "") -> jax.Array:
-    """Zero points in the scales' dtype. Raises for what are no numbers, or not of the scales' shape.
+def checked_zero_points(op: str, zero_points: Any, scales: jax.Array, of: Any, prefix: str = "") -> jax.Array:
+    """Zero points in the scales' dtype. Raises what `floats.zero_points` raises, and for another shape than the scales'.
 
-    prefix: of the arguments' names.
+    of: the weights' dtype. prefix: of the arguments' names.
     """
     name = f"{prefix}zero_points"
-    found = floats.any_array(op, name, zero_points, "numbers")
-    if not (jnp.issubdtype(found.dtype, jnp.integer) or jnp.issubdtype(found.dtype, jnp.floating)):
-        raise TypeError(f"{name} has dtype {found.dtype}: pass integers, or whole numbers as floats")
+    found = floats.zero_points(op, name, zero_points, of, scales.dtype)
     if found.shape != scales.shape:
         raise ValueError(f"{name} has shape {found.shape} and {prefix}scales {scales.shape}: they have one shape")
-    return found.astype(scales.dtype)
+    return found
 
 
 def _scale_shape(shape: tuple[int, ...], k: int, n: int) -> tuple[int, ...]:

@@ -159,9 +159,13 @@ def test_what_does_not_fit_says_why(arrays, options, error, said):
         flash_attention(*arrays, **options)
 
 
-def test_a_gradient_names_the_way_out():
+@pytest.mark.parametrize("what", ["q", "k_scale"])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 64), (300, 64), (1, 16)])  # the last two no kernel reads in 8 bits
+def test_a_gradient_names_the_way_out(tokens, head_dim, what):
+    k = jnp.ones((2, 13, 2, head_dim), jnp.int8)
+    given = {"q": jnp.ones((2, tokens, 4, head_dim), jnp.bfloat16), "k_scale": jnp.ones(2)}
     with pytest.raises(TypeError, match="k and v of int8 has no gradient: cast k k_scale and v v_scale to q's dtype"):
-        jax.grad(lambda q: flash_attention(q, K, K).astype(jnp.float32).sum())(Q)
+        jax.grad(lambda x: flash_attention(**{**given, what: x}, k=k, v=k).astype(jnp.float32).sum())(given[what])
 
 
 @pytest.mark.parametrize(

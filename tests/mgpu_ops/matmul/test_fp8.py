@@ -191,6 +191,19 @@ def test_a_gradient_is_refused_with_the_way_out():
     assert jax.grad(lambda x: x * loss(held(jnp.float32(2.0)), held(a)))(1.0) == pytest.approx(loss(jnp.float32(2.0), a))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_gradient_with_scales_of_wider_operands_is_refused_with_its_own_way_out(dtype):
+    a, b = jnp.ones((16, 32), dtype), jnp.ones((32, 48), dtype)
+
+    def loss(a: jax.Array) -> jax.Array:
+        return matmul(a, b, scale_a=2.0).sum()
+
+    told = f"^matmul of {dtype} has no gradient with scales .*: multiply the operand or the result by the scale .*stop_gradient"
+    with pytest.raises(ValueError, match=told):
+        jax.grad(loss)(a)
+    assert jnp.all(jax.grad(lambda a: 2.0 * matmul(a, b).sum())(a) == 2.0 * 48)
+
+
 def test_the_default_is_what_was_measured_to_be_fastest_or_nearly():
     """Of 48 problems of FP8 and int8, each with eight configs (docs/kernels/matmul.md, "Eight bits")."""
     spec, device, found = mgpu_ops.spec_of("matmul"), gpu.find("h200"), []

@@ -151,6 +151,56 @@ def test_explicit_axes_move_nothing_unasked() -> None:
         jax.jit(lambda a, b: mgpu_ops.matmul(a, b))(*arrays)
 
 
+_X, _W = (4, 8, 16), (16, 8)
+OF_ROWS: dict[str, Callable[[jax.Array], Any]] = {
+    "matmul": lambda x: mgpu_ops.matmul(x, jnp.ones(_W)),
+    "gated_matmul": lambda x: mgpu_ops.gated_matmul(x, jnp.ones(_W), jnp.ones(_W)),
+    "gated_mlp": lambda x: mgpu_ops.gated_mlp(x, jnp.ones(_W), jnp.ones(_W), jnp.ones((8, 16))),
+    "fp8_matmul": lambda x: mgpu_ops.fp8_matmul(x, jnp.ones(_W)),
+    "fp8_gated_mlp": lambda x: mgpu_ops.fp8_gated_mlp(x, jnp.ones(_W), jnp.ones(_W), jnp.ones((8, 16))),
+    "quantized_matmul": lambda x: mgpu_ops.quantized_matmul(x, jnp.ones(_W, jnp.int8), jnp.ones(8)),
+    "rms_norm": lambda x: mgpu_ops.rms_norm(x, jnp.ones(16)),
+    "cross_entropy": lambda x: mgpu_ops.cross_entropy(x, jnp.zeros((4, 8), int)),
+    "embedding": lambda x: mgpu_ops.embedding(jnp.ones(_W), x[..., 0].astype(int)),
+    "rotary_qkv": lambda x: mgpu_ops.rotary_qkv(x, jnp.ones((8, 2)), jnp.ones((8, 2)), heads=2, kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("op", OF_ROWS)
+def test_explicit_axes_that_split_tokens_and_not_sequences_are_refused_with_a_way_out(op: str) -> None:
+    mesh = mesh_of(EXPLICIT)
+    x = jax.device_put(normal(0, *_X), NamedSharding(mesh, P(None, "data")))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(ValueError, match=r"8@data.*only the first of them is split: pass jax.sharding.reshard"),
+    ):
+        OF_ROWS[op](x)
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_rotary_of_sequences_over_an_explicit_axis_leaves_them_there(norms: bool, jitted: bool) -> None:
+    angles = normal(1, 8, 2)
+    weights = {"q_norm": normal(2, 4), "k_norm": normal(3, 4)} if norms else {}
+
+    def turned(x: jax.Array) -> Any:
+        return mgpu_ops.rotary_qkv(x, jnp.cos(angles), jnp.sin(angles), heads=2, kv_heads=1, **weights)
+
+    def loss(x: jax.Array) -> jax.Array:
+        attended = mgpu_ops.rotary_attention(x, jnp.cos(angles), jnp.sin(angles), heads=2, kv_heads=1, causal=True)
+        return sum(((y * y).sum() for y in turned(x)), start=(attended * attended).sum())
+
+    x, mesh = normal(0, *_X), mesh_of(EXPLICIT)
+    wanted, of_one = turned(x), jax.grad(loss)(x)
+    with jax.set_mesh(mesh):
+        given = jax.device_put(x, NamedSharding(mesh, P("data")))
+        got = (jax.jit(turned) if jitted else turned)(given)
+        gradient = jax.grad(jax.jit(loss) if jitted else loss)(given)
+    for one, other in zip((*got, gradient), (*wanted, of_one), strict=True):
+        assert one.sharding.spec[0] == "data"
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=1e-5)
+
+
 def test_a_mixture_of_experts_over_explicit_axes_leaves_tokens_where_they_are() -> None:
     x, logits = normal(0, 4, 8, 16), normal(1, 4, 8, 8)
     matrices = [normal(i, *shape) for i, shape in enumerate(((8, 16, 24), (8, 16, 24), (8, 24, 16)), 2)]
