@@ -119,13 +119,24 @@ def use_configs(configs: Mapping[str, Any] | AnyPath) -> AbstractContextManager[
     (`Baseline.differs`). A jitted function is traced again where the configs differ. A backward pass that JAX traces after the
     block does not see them.
 
-    Raises ValueError for an unknown op, TypeError for what is no config; a config that cannot run raises at the call.
+    Raises ValueError for an unknown op, TypeError for what is no Config or Problem of the op; a config that cannot run raises
+    at the call.
     """
     from mgpu_ops.registry import resolution
 
-    for op in configs if isinstance(configs, Mapping) else ():
-        spec_of(op)
+    for op, answer in configs.items() if isinstance(configs, Mapping) else ():
+        spec, found = spec_of(op), resolution.frozen(op, answer)
+        for problem, config in found if isinstance(found, tuple) else [(None, found)]:
+            for given, kind in ((problem, spec.Problem), (config, spec.Config)):
+                if given is not None and given != "xla" and not isinstance(given, kind):
+                    what = f"not a {_public_name(type(given))}, {given!r:.80}"
+                    raise TypeError(f"use_configs: {op} takes a {_public_name(kind)}, {what}")
     return resolution.use_configs(configs)
+
+
+def _public_name(kind: type) -> str:
+    """ "mgpu_ops.MatmulConfig": each op's Problem and Config have these names in its own module."""
+    return next((f"mgpu_ops.{name}" for name in __all__ if globals()[name] is kind), kind.__qualname__)
 
 
 def autotune(
@@ -152,8 +163,8 @@ def autotune(
     A program that calls it at its top level must do so under `if __name__ == "__main__":`, as every program whose processes
     start others, and before its own arrays fill the GPU, or with XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment.
 
-    Raises ValueError without a Hopper GPU and without `gpu`; what tracing the function raises; ImportError without the extra
-    "tune".
+    Raises ValueError without a Hopper GPU and without `gpu`, for trials that are no whole number of at least 1 and a budget
+    that is no number above 0; what `capture` raises; ImportError without the extra "tune".
     """
     extras.require("mgpu_ops.autotune", ["optuna"])
     from mgpu_ops.tuning.autotune import autotuned  # only here: nothing else in the package loads the tuner

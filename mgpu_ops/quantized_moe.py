@@ -86,9 +86,10 @@ def quantized_moe(
         "gate_up_scales": floats.scale(op, "gate_up_scales", gate_up_scales),
         "down_scales": floats.scale(op, "down_scales", down_scales),
     }
-    for name, zero_points in (("gate_up_zero_points", gate_up_zero_points), ("down_zero_points", down_zero_points)):
+    for product, zero_points in (("gate_up", gate_up_zero_points), ("down", down_zero_points)):
         if zero_points is not None:
-            given[name] = floats.any_array(op, name, zero_points, "numbers")
+            name = f"{product}_zero_points"
+            given[name] = floats.zero_points(op, name, zero_points, given[f"w_{product}"].dtype)
     options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
 
     def of_routed(x: jax.Array, weights: jax.Array, experts: jax.Array, *arrays: jax.Array) -> jax.Array:
@@ -139,8 +140,8 @@ def quantized_moe_experts(
         ("gate_up", gate_up_scales, gate_up_zero_points, (own, d, both)),
         ("down", down_scales, down_zero_points, (own, both // 2, d)),
     ):
-        names = (f"{product}_scales", f"{product}_zero_points")
-        given |= dict(zip(names, checked_scales(op, scales, zero_points, sides, f"{product}_"), strict=False))
+        names, of = (f"{product}_scales", f"{product}_zero_points"), given[f"w_{product}"].dtype
+        given |= dict(zip(names, checked_scales(op, scales, zero_points, of, sides, f"{product}_"), strict=False))
     activation, backend = checked_activation(activation), dispatch.requested_backend(backend)
     call = quantized_grouped.Call(True, x.dtype.name, checked_spread(spread), None, backend, group_offset=False)
     # The activation's kernel runs where it can and rows are few, as without a named backend: that is the products'.

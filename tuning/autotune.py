@@ -11,7 +11,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from mgpu_ops import floats
 from mgpu_ops.ops import SPECS
 from mgpu_ops.registry import database, job, winner
 from mgpu_ops.registry.capture import capture
@@ -39,11 +41,12 @@ def autotuned(
 ) -> AbstractContextManager[None]:
     """See `mgpu_ops.autotune`."""
 
-    if trials < 1:
-        raise ValueError(f"trials={trials} must be at least 1")
-    if not (math.isfinite(budget) and budget > 0):
-        raise ValueError(f"budget={budget} must be a finite number of seconds above 0")
-    options = TuneOptions(trials, budget)
+    if isinstance(trials, bool) or not isinstance(trials, int | np.integer) or trials < 1:
+        raise ValueError(f"trials={trials!r:.80} must be a whole number of at least 1")
+    seconds = floats.number(budget)
+    if seconds is None or not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"budget={budget!r:.80} must be a finite number of seconds above 0, such as 60.0")
+    options = TuneOptions(int(trials), seconds)
 
     def choose() -> str:
         device = devices.device_for(gpu, say=_log.info, option="gpu=")

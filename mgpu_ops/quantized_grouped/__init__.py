@@ -101,8 +101,8 @@ def quantized_grouped_matmul(
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, known sizes that are negative or exceed m, an unknown spread or
-        backend, a config that cannot run, a gradient that there is not, known scales that are not finite (traced ones: see
-        `matmul`), those of groups without rows too.
+        backend, a config that cannot run, a gradient that there is not, known scales that are not finite and known zero points
+        that are not whole and of rhs's range (traced ones: see `matmul`), those of groups without rows too.
       TypeError: lhs or scales that are no floats, rhs that is no int8 or int4.
 
     Source: the kernel's own, in mgpu_ops/matmul/quantized/kernel.py and mgpu_ops/quantized_grouped/kernel.py; see
@@ -120,7 +120,7 @@ def quantized_grouped_matmul(
             f"lhs{rows.shape} and rhs{weights.shape} differ in k: {rows.shape[1]} != {k} (transpose_rhs={transpose_rhs})"
         )
     sizes = checked_sizes(op, group_sizes, groups, rows.shape[0], group_offset)
-    first, *others = checked_scales(op, scales, zero_points, (groups, k, n))
+    first, *others = checked_scales(op, scales, zero_points, weights.dtype, (groups, k, n))
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
     call = Call(
@@ -134,10 +134,12 @@ def quantized_grouped_matmul(
     return product(call, *mesh.same_mesh_axes(rows, weights, first, sizes, *others))
 
 
-def checked_scales(op: str, scales: Any, zero_points: Any, sides: tuple[int, int, int], prefix: str = "") -> list[jax.Array]:
+def checked_scales(
+    op: str, scales: Any, zero_points: Any, of: Any, sides: tuple[int, int, int], prefix: str = ""
+) -> list[jax.Array]:
     """Scales, and zero points if there are any, as the op takes them: [groups, n] or [groups, blocks, n], without a gradient.
 
-    sides: groups, k, n. prefix: of the arguments' names. Raises for what does not fit.
+    of: the weights' dtype. sides: groups, k, n. prefix: of the arguments' names. Raises for what does not fit.
     """
     found, (groups, k, n) = floats.scale(op, f"{prefix}scales", scales), sides
     shape = found.shape
@@ -150,7 +152,7 @@ def checked_scales(op: str, scales: Any, zero_points: Any, sides: tuple[int, int
             f"{prefix}scales has shape {shape}: for {groups} groups, k={k} and n={n} it is [groups, n], or "
             "[groups, k / group size, n] with a size that divides k"
         )
-    arrays = [found] if zero_points is None else [found, checked_zero_points(op, zero_points, found, prefix)]
+    arrays = [found] if zero_points is None else [found, checked_zero_points(op, zero_points, found, of, prefix)]
     return [constant(a.reshape(own)) for a in arrays]
 
 

@@ -68,8 +68,10 @@ def capture(function: Callable[..., Any], gpu: Gpu | str | None = None) -> Calla
     which `notes` say. Of a jitted function, what its results do not need is left out, as XLA leaves it out; what runs outside
     of jit is not.
 
-    Raises what tracing the function raises: it must be one that `jax.jit` could trace.
+    Raises what tracing the function raises: it must be one that `jax.jit` could trace. TypeError for what is no function.
     """
+    if not callable(function):
+        raise TypeError(f"capture takes a function, not {function!r:.80}: capture(step)(x), not capture(step(x))")
 
     @functools.wraps(function)
     def captured(*args: Any, **kwargs: Any) -> Captured:

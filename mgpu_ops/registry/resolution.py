@@ -42,6 +42,7 @@ import jax
 import msgspec
 
 from mgpu_ops.core.gpu import Gpu, family
+from mgpu_ops.core.limits import field_fault
 from mgpu_ops.registry import database, job, winner
 from mgpu_ops.registry.database import (
     OBJECTIVES,
@@ -107,11 +108,12 @@ def _layer(configs: Mapping[str, Any] | AnyPath) -> tuple[tuple[str, Any], ...]:
         snapshot = _Snapshot(Path(configs), read_bytes(configs))
         return ((decode(snapshot.data, path=configs).op, snapshot),)
     if isinstance(configs, Mapping):
-        return tuple((op, _frozen(op, configs[op])) for op in sorted(configs))
+        return tuple((op, frozen(op, configs[op])) for op in sorted(configs))
     raise TypeError(f"use_configs takes {{op: config}} or a path, not {configs!r}")
 
 
-def _frozen(op: str, answer: Any) -> Any:
+def frozen(op: str, answer: Any) -> Any:
+    """What `use_configs` is given for an op, hashable: a Config, "xla", or a tuple of pairs. TypeError for anything else."""
     if _is_config(answer):
         return answer
     pairs = [p for p in answer if _is_pair(p)] if isinstance(answer, Sequence) else []
@@ -194,9 +196,9 @@ def resolve(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = No
     key = (spec.name, problem, gpu.key, result.source, result.config, result.runs)
     if result.source != "argument" and key not in _logged:
         _logged.add(key)
-        versus = "" if result.runs == "kernel" else f"; XLA runs{_versus(result)}"
+        instead = "" if result.runs == "kernel" else f"; XLA runs{versus(result)}"
         logging.getLogger("mgpu_ops").info(
-            "%s %s on %s: %s from %s%s", spec.name, problem, gpu.key, result.config, _place(result, problem), versus
+            "%s %s on %s: %s from %s%s", spec.name, problem, gpu.key, result.config, _place(result, problem), instead
         )
     return result
 
@@ -304,7 +306,7 @@ def _require(query: _Query, found: Resolution) -> None:
     what = f"{spec.name}: {found.config} from {_place(found, problem)}"
     if not isinstance(found.config, spec.Config):
         raise TypeError(f"{what} must be a {spec.Config.__module__}.{spec.Config.__qualname__}")
-    reason = spec.check(problem, found.config, gpu)
+    reason = field_fault(found.config) or spec.check(problem, found.config, gpu)
     if reason is not None:
         raise ValueError(f"{what} cannot run {problem} on {gpu.key}: {reason}")
 
@@ -478,7 +480,7 @@ def explain(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = No
     result = _resolve(spec, problem, gpu, config)
     lines = [
         f"{spec.name} {problem} on {gpu.key}",
-        f"  runs      {'the kernel' if result.runs == 'kernel' else 'XLA'}{_versus(result)}",
+        f"  runs      {'the kernel' if result.runs == 'kernel' else 'XLA'}{versus(result)}",
         f"  config    {result.config}{', which backend="mosaic" runs' * (result.runs == 'xla')}",
         f"  from      {_place(result, problem)}",
     ]
@@ -488,10 +490,13 @@ def explain(spec: OpSpec, problem: Problem, gpu: Gpu, config: Config | None = No
     return "\n".join(line.replace("\n", r"\n") for line in lines)  # a file's text has no line of its own
 
 
-def _versus(result: Resolution) -> str:
-    """ ": kernel 12.3 us, xla 11.9 us, measured", or why XLA runs without such times; nothing for a kernel without them."""
+def versus(result: Resolution) -> str:
+    """ ": kernel 12.3 us, xla 11.9 us, measured", or why XLA runs without such times; nothing for a kernel without them.
+
+    Where the slower one runs, or they tie, the rule by which it does follows.
+    """
     if result.times is not None:
-        return f": {result.times}"
+        return f": {result.times}{result.times.rule}"
     if result.runs == "kernel":
         return ""
     known = {"job": ": so chose another process", "override": ": use_configs says so"}

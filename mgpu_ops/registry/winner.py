@@ -65,6 +65,16 @@ class Times:
     def winner(self) -> Winner:
         return "xla" if self.kernel_us >= self.margin * self.baseline_us else "kernel"
 
+    @property
+    def rule(self) -> str:
+        """ "; the kernel runs where it takes over 14 % less", or when XLA does, where the margin decides; else nothing."""
+        ratio = self.kernel_us / self.baseline_us
+        if self.margin < 1 and self.margin <= ratio <= 1:
+            return f"; the kernel runs where it takes over {100 * (1 - self.margin):.3g} % less"
+        if 1 <= ratio < self.margin:
+            return f"; {self.baseline} runs where the kernel takes {100 * (self.margin - 1):.3g} % longer"
+        return ""
+
     def __str__(self) -> str:
         how = {"near": "by a near problem", "family": "measured on another GPU"}.get(self.how, self.how)
         return f"kernel {self.kernel_us:.4g} us, {self.baseline} {self.baseline_us:.4g} us, {how}"

@@ -179,8 +179,8 @@ def _rotated(call: _Call, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax
 
 def _no_gradient(*_: Any) -> Any:
     raise TypeError(
-        "rotary_into_cache has no gradient: it is for decoding. Train with rotations by jnp, or stop the gradients of its "
-        "arguments (jax.lax.stop_gradient)"
+        "rotary_into_cache has no gradient: it is for decoding. Train with mgpu_ops.rotary_qkv or mgpu_ops.rotary_attention, "
+        "or stop the gradients of its arguments (jax.lax.stop_gradient)"
     )
 
 

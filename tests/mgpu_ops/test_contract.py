@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mgpu_ops
-from mgpu_ops import SPECS, MatmulProblem
+from mgpu_ops import SPECS, MatmulProblem, api
 from mgpu_ops.core import gpu
+from mgpu_ops.registry import resolution
 from mgpu_ops.registry.spec import OpSpec
 from tests.thorough import only_in_all
 
@@ -349,6 +350,23 @@ def test_a_nonsensical_problem_is_refused_and_stops_nothing(spec, field):
 def test_a_problem_that_cannot_be_made_names_the_field_the_value_and_the_rule(value, rule):
     with pytest.raises(ValueError, match=f"n={value!r} of Problem .*{rule}"):
         MatmulProblem(64, value, 64)
+
+
+@every_spec
+def test_a_config_with_a_field_of_another_type_is_refused_before_anything_computes_with_it(spec):
+    problem = spec.shapes[next(iter(spec.shapes))]
+    good = spec.default(problem, H200)
+    for field, kind in get_type_hints(spec.Config).items():
+        value = {int: "64", str: 64, bool: "yes"}[kind]
+        rule = f"cannot run .*: {field}={value!r} of {spec.Config.__name__} must be of type {kind.__name__}, not "
+        with pytest.raises(ValueError, match=rule):
+            resolution.resolve(spec, problem, H200, dataclasses.replace(good, **{field: value}))
+    assert resolution.resolve(spec, problem, H200, good).config == good
+
+
+@every_spec
+def test_an_error_can_name_the_config_as_a_caller_does(spec):
+    assert getattr(mgpu_ops, api._public_name(spec.Config).removeprefix("mgpu_ops.")) is spec.Config
 
 
 # --- matmul: any size

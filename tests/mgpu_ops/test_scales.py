@@ -41,7 +41,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, np.ndarray]]] = {  # each b
         {"scales": scales(2, 16)},
     ),
     "quantized_grouped_matmul": (
-        lambda scales: mgpu_ops.quantized_grouped_matmul(ones(16, 32), W8, scales, SIZES, transpose_rhs=True),
+        lambda scales, **s: mgpu_ops.quantized_grouped_matmul(ones(16, 32), W8, scales, SIZES, transpose_rhs=True, **s),
         {"scales": scales(2, 64)},
     ),
     "quantized_moe": (lambda **s: mgpu_ops.quantized_moe(ones(16, 32), ones(16, 2), W8, W8_DOWN, top_k=1, **s), MOE),
@@ -161,6 +161,54 @@ def test_of_a_shard_of_the_groups_only_its_rows_scales_count() -> None:
         product(of_rows)
 
 
+# --- zero points
+
+ZERO_POINTS = [(op, name) for op, name in ARGUMENTS if op.startswith("quantized")]
+
+
+@pytest.mark.parametrize("value", [0.5, 128, -129, np.nan])
+@pytest.mark.parametrize(("op", "scales"), ZERO_POINTS)
+def test_a_known_zero_point_that_is_not_whole_or_not_of_the_weights_range_is_told_with_its_place(
+    op: str, scales: str, value: float
+) -> None:
+    call, given = CALLS[op]
+    name, wrong = scales.replace("scales", "zero_points"), np.zeros_like(given[scales])
+    wrong[..., 1] = value
+    at = ", ".join("0" * (wrong.ndim - 1) + "1")
+    told = rf"^{name} has \d of {wrong.size} values that are not whole and from -128 to 127, the first {name}\[{at}\]={value}"
+    for known in (wrong, jnp.asarray(wrong)):
+        product = functools.partial(call, **given, **{name: known})
+        for run in (product, jax.jit(product)):
+            with pytest.raises(ValueError, match=told):
+                run()
+
+
+@pytest.mark.parametrize(("op", "scales"), ZERO_POINTS)
+def test_nothing_is_known_of_a_traced_zero_point(op: str, scales: str) -> None:
+    call, given = CALLS[op]
+    name, wrong = scales.replace("scales", "zero_points"), np.full_like(given[scales], 0.5)
+    jax.eval_shape(lambda zero_points: call(**given, **{name: zero_points}), wrong)
+
+
+def test_zero_points_are_of_the_range_of_their_weights() -> None:
+    x, of_columns = ones(4, 64), scales(16)
+
+    def product(value: float, dtype: Any, of: Any = np.int32) -> None:
+        mgpu_ops.quantized_matmul(x, ones(64, 16, dtype=dtype), of_columns, np.full(16, value, of))
+
+    for dtype, low, high in ((jnp.int4, -8, 7), (jnp.int8, -128, 127)):
+        for of in (np.int32, np.float16, jnp.bfloat16):
+            product(low, dtype, of)
+            product(high, dtype, of)
+        for value in (low - 1, high + 1):
+            with pytest.raises(ValueError, match=rf"from {low} to {high}, .*\[0\]={value}: .*take {-low} off both"):
+                product(value, dtype)
+    shared = jnp.full(16, 100)  # good zero points of int8 are none of int4
+    mgpu_ops.quantized_matmul(x, ones(64, 16, dtype=jnp.int8), of_columns, shared)
+    with pytest.raises(ValueError, match="zero points of int4 weights are"):
+        mgpu_ops.quantized_matmul(x, ones(64, 16, dtype=jnp.int4), of_columns, shared)
+
+
 STATE = mgpu_ops.Fp8State.init(2)
 GATED_STATE = mgpu_ops.Fp8GatedState.init(2)
 NAN = jnp.full((), jnp.nan)
@@ -187,6 +235,7 @@ def test_each_known_scale_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "device_get", lambda x: read.append(x) or device_get(x))
     call, given = CALLS["quantized_moe"]
     arrays = {name: jnp.asarray(scale) for name, scale in given.items()}
+    arrays |= {name.replace("scales", "zero_points"): jnp.zeros(scale.shape, jnp.int8) for name, scale in given.items()}
     for _ in range(2):
         call(**arrays)
     assert len(read) == len(arrays)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mgpu_ops
@@ -132,10 +133,23 @@ def test_ctrl_c_keeps_what_was_found_and_ends_the_program(monkeypatch: pytest.Mo
     assert len(stored()) == 1
 
 
-@pytest.mark.parametrize(("options", "message"), [({"trials": 0}, "trials=0 must"), ({"budget": -1.0}, "budget=-1.0 must")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"trials": trials}, f"^trials={trials} must be a whole number of at least 1") for trials in (0, 1.5, True)),
+        *(({"budget": budget}, f"^budget={budget!r} must be a finite number of seconds") for budget in (-1.0, "60s", None)),
+    ],
+)
 def test_what_is_no_search_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mgpu_ops.autotune(lambda: None, gpu="h200", **options)
+
+
+def test_numbers_of_numpy_bound_a_search_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(autotune, "TuneOptions", lambda *bounds: asked.append(bounds))
+    mgpu_ops.autotune(lambda: None, gpu="h200", trials=np.int64(3), budget=np.float32(60))
+    assert [type(bound) for bound in asked[0]] == [int, float]
 
 
 def test_without_a_gpu_one_must_be_named() -> None:

@@ -84,7 +84,9 @@ SUITES: dict[str, tuple[str, ...]] = {  # op -> its named lists of problems
     "reduce_scatter": ("2-gpus", "4-gpus", "8-gpus"),
     "all_gather": ("2-gpus", "4-gpus", "8-gpus"),
 }
-LAYERS: dict[str, tuple[str, ...]] = {"moe": ("training", "decoding")}  # what `bench` alone takes, of several ops
+LAYERS: dict[str, tuple[str, ...]] = {
+    "moe": ("training", "decoding", "other-models")
+}  # what `bench` alone takes, of several ops
 COMPETITORS: dict[str, tuple[str, ...]] = {  # op -> what `bench` times beside it
     "matmul": ("xla", "jax-pallas", "bf16"),
     "gated_matmul": ("xla",),

@@ -86,8 +86,7 @@ def _kernel(job: TuningJob, gpu: Gpu, function: str) -> dict[str, Any]:
     say(f"{job.count:6} x {job.op} {job.name}: {us:.1f} us modelled")
     say(f"         {assignments(dataclasses.asdict(chosen.config))} ({_where(chosen)})")
     if chosen.runs == "xla":
-        times = f" ({chosen.times})" if chosen.times else ""
-        say(f"         a call runs XLA, which is faster{times}; this is the kernel of backend='mosaic'")
+        say(f"         a call runs XLA{resolution.versus(chosen)}; this is the kernel of backend='mosaic'")
     shapes = jax.eval_shape(lambda: spec.inputs(problem, jax.random.key(0)))
     launch = functools.partial(spec.run, problem, chosen.config, gpu)
     try:

@@ -659,6 +659,22 @@ def test_use_configs_names_the_ops_that_there_are():
         pass
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (mgpu_ops.RmsNormConfig(1, 1), "takes a mgpu_ops.MatmulConfig, not a mgpu_ops.RmsNormConfig, Config(blocks=1, "),
+        ([(mgpu_ops.RmsNormProblem(1, 1), SMALL)], "takes a mgpu_ops.MatmulProblem, not a mgpu_ops.RmsNormProblem, Problem("),
+        ([(mgpu_ops.RmsNormProblem(1, 1), "xla")], "takes a mgpu_ops.MatmulProblem, not a mgpu_ops.RmsNormProblem, Problem("),
+        ([(MatmulProblem(8, 8, 8), mgpu_ops.RmsNormConfig(1, 1))], "takes a mgpu_ops.MatmulConfig, not a mgpu_ops.RmsNormC"),
+        (mgpu_ops.MatmulConfig, "takes a mgpu_ops.MatmulConfig, not a type, <class "),
+        (8, "takes a Config or [(Problem, Config)], not 8"),
+    ],
+)
+def test_use_configs_refuses_at_once_what_is_of_another_op(answer, told):
+    with pytest.raises(TypeError, match=f"^use_configs: matmul {re.escape(told)}"):
+        use_configs({"matmul": answer})
+
+
 def test_use_configs_can_name_one_problem(configs_that_run):
     with gpu.target("h20"), use_configs({"matmul": [(MatmulProblem(24, 40, 16), OTHER)]}):
         matmul(*operands("nn", 24, 40, 16), backend="mosaic")
@@ -700,13 +716,14 @@ def test_use_configs_changes_the_lowered_kernel():
 
 def test_config_that_cannot_run_raises_at_the_call_with_its_reason():
     a, b = operands("nn", 64, 64, 64)
-    bad = replace(SMALL, tile_m=100)
-    for where in ("argument", "override"):
-        with (
-            pytest.raises(ValueError, match=rf"(?s)tile_m=100.*from {where} cannot run .*m=64.*100"),
-            use_configs({"matmul": bad} if where == "override" else {}),
-        ):
-            matmul(a, b, config=bad if where == "argument" else None, backend="interpret")
+    for value, reason in ((100, "100"), ("64", "tile_m='64' of Config must be of type int, not str")):
+        bad = replace(SMALL, tile_m=value)
+        for where in ("argument", "override"):
+            with (
+                pytest.raises(ValueError, match=rf"(?s)tile_m={value!r}.*from {where} cannot run .*m=64.*{reason}"),
+                use_configs({"matmul": bad} if where == "override" else {}),
+            ):
+                matmul(a, b, config=bad if where == "argument" else None, backend="interpret")
 
 
 # --- explain
@@ -963,6 +980,16 @@ def test_error_names_the_value_the_rule_and_the_way_out(a, b, kwargs, error, mes
 def test_what_is_no_array_is_a_type_error_that_names_it(a, message):
     with pytest.raises(TypeError, match=message):
         matmul(a, jnp.ones((2, 8), BF16))
+
+
+def test_an_array_of_another_byte_order_is_told_so_with_a_way_out_that_works():
+    other = np.dtype("f4").newbyteorder()
+    a, b = np.ones((3, 5), other), np.ones((5, 4), np.float32)
+    with pytest.raises(TypeError, match=f"^a has dtype {other.str}, bytes in another order than this machine's: pass a.astype"):
+        matmul(a, b)
+    with pytest.raises(TypeError, match=r'pass bias.astype\(bias.dtype.newbyteorder\("="\)\)$'):
+        matmul(b.T, b, bias=np.ones(4, other))
+    np.testing.assert_array_equal(matmul(a.astype(a.dtype.newbyteorder("=")), b), np.full((3, 4), 5.0))
 
 
 def test_unknown_backend_of_the_environment_is_named_as_such(monkeypatch):

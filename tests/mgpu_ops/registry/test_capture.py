@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -227,6 +228,12 @@ def test_arguments_without_a_shape_are_passed_on_and_arrays_are_not_read():
 
     arrays = {"a": np.ones((M, K), jnp.bfloat16), "b": jnp.ones((K, N), jnp.bfloat16)}
     assert counts(capture(program)("on", 3, arrays, last=True)) == {FORWARD: 3}
+
+
+@pytest.mark.parametrize("what", [3, None, jnp.ones(2)], ids=["number", "None", "array"])
+def test_what_is_no_function_is_refused_before_it_is_called(what):
+    with pytest.raises(TypeError, match=f"^capture takes a function, not {re.escape(repr(what))}: capture.step..x."):
+        capture(what)
 
 
 def test_a_function_that_looks_at_values_raises_as_under_jit():

@@ -294,6 +294,34 @@ def test_explain_and_the_log_tell_both_times_and_who_runs(caplog: pytest.LogCapt
     assert "modelled" in resolution.explain(with_model(0.5), Problem(2048), GPU)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [
+        (1.02, "XLA: kernel 64 us, library 65.28 us, modelled; the kernel runs where it takes over 5 % less\n"),
+        (1.0, "XLA: kernel 64 us, library 64 us, modelled; the kernel runs where it takes over 5 % less\n"),
+        (0.9, "XLA: kernel 64 us, library 57.6 us, modelled\n"),
+        (1.2, "the kernel: kernel 64 us, library 76.8 us, modelled\n"),
+    ],
+)
+def test_explain_tells_the_margin_where_the_kernel_is_modelled_ahead_and_xla_runs(ratio: float, told: str) -> None:
+    assert f"  runs      {told}" in resolution.explain(with_model(ratio), Problem(64), GPU)
+
+
+def test_explain_tells_the_margin_where_xla_is_ahead_and_the_kernel_runs() -> None:
+    generous = dataclasses.replace(with_model(0.98), modelled_margin=1.05)
+    told = "the kernel: kernel 64 us, library 62.72 us, modelled; library runs where the kernel takes 5 % longer\n"
+    assert told in resolution.explain(generous, Problem(64), GPU)
+    store(64, 10.0, 9.95)
+    told = "the kernel: kernel 10 us, library 9.95 us, measured; library runs where the kernel takes 1 % longer\n"
+    assert told in resolution.explain(SPEC, Problem(64), GPU)
+
+
+def test_the_log_tells_the_margin_too(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "mgpu_ops"):
+        call(spec=with_model(1.02))
+    assert caplog.messages[0].endswith("modelled; the kernel runs where it takes over 5 % less")
+
+
 def test_an_entry_tells_what_its_own_problem_runs() -> None:
     def of(path: Path, spec: OpSpec = SPEC) -> Any:
         (entry,) = database.read(path).entries

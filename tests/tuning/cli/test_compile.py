@@ -139,6 +139,7 @@ def both():
     assert sorted(kernels) == ["kernel", "xla"]
     us = kernels["kernel"]["count"] * kernels["kernel"]["us"]
     assert f"in all {us:.1f} us of kernels by the ops' models, without 1 problem that runs XLA" in done.err
+    assert f"         a call runs XLA: kernel {evidence.median_us:.4g} us, xla 10 us, measured; " in done.err
     done = mgpu_tune("compile", "program:step", "--gpu", "h200")
     assert done.out.count("of kernels by the ops' models\n") == 1
 
