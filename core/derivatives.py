@@ -42,8 +42,8 @@ def refuse_8_bits(op: str, instead: str, scales: str, *arrays: jax.Array) -> Non
         )
     if scales != "none":
         raise ValueError(
-            f"{op} of {dtypes} has no gradient with scales of operands, which are for 8 bits: multiply the operand or the result "
-            f"by the scale instead, {constant}"
+            f"{op} of {dtypes} has no gradient with scales of operands, which are for 8 bits: multiply the operand or the "
+            f"result by the scale instead, {constant}"
         )
 
 

@@ -55,8 +55,8 @@ def as_rows(name: str, x: jax.Array, kept: int = 1) -> jax.Array:
         return x.reshape(math.prod(lead), *x.shape[x.ndim - kept :])
     except _core.ShardingTypeError:
         raise ValueError(
-            f"{name} is {jax.typeof(x)}: its first {len(lead)} dimensions become one, and over explicit axes of a mesh only the "
-            f"first of them is split: pass jax.sharding.reshard({name}, jax.P(axes of the mesh))"
+            f"{name} is {jax.typeof(x)}: its first {len(lead)} dimensions become one, and over explicit axes of a mesh only "
+            f"the first of them is split: pass jax.sharding.reshard({name}, jax.P(axes of the mesh))"
         ) from None
 
 
