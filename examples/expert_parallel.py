@@ -140,6 +140,11 @@ def shared(mesh: Mesh, top_k: int, experts: int, exchange: str) -> Callable[...,
     return jax.shard_map(part, mesh=mesh, in_specs=SHARES, out_specs=P("expert"))
 
 
+def lacks_ragged() -> bool:
+    """Whether XLA's backend here has no ragged all-to-all."""
+    return jax.default_backend() == "cpu"
+
+
 def with_gradients(layer: Callable[..., jax.Array]) -> Callable[..., Arrays]:
     """The layer's output, and the gradients of half the sum of its squares."""
 
@@ -178,9 +183,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--devices", type=int, default=jax.local_device_count())
-    parser.add_argument("--exchange", choices=EXCHANGES, default="all-gather")
+    parser.add_argument(
+        "--exchange", choices=EXCHANGES, default="all-gather", help="what devices send each other; ragged needs GPUs"
+    )
     parser.add_argument("--repeat", type=int, default=0, help="also time so many steps, forward alone and with the gradients")
     a = parser.parse_args(arguments)
+    if a.exchange == "ragged" and lacks_ragged():
+        parser.error("--exchange ragged needs GPUs, and none is in use: take all-to-all or all-gather")
+    for name in ("tokens", "width", "hidden", "experts"):
+        if getattr(a, name) < 1:
+            parser.error(f"--{name} {getattr(a, name)} is not 1 or more")
     for name, most in (("devices", jax.local_device_count()), ("top_k", a.experts)):
         if not 1 <= getattr(a, name) <= most:
             parser.error(f"--{name.replace('_', '-')} {getattr(a, name)} is not from 1 to {most}")

@@ -758,6 +758,11 @@ def main(arguments: list[str] | None = None) -> None:
     if args.bench:
         _bench(parser, args)
         return
+    without_defaults = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args))))
+    given = {name for name, value in vars(without_defaults).items() if value is not None}
+    if timed := sorted(given - {"backend", "steps", "bench"}):
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in timed)
+        parser.error(f"{options}: of --bench alone: add it, or leave them out to train a small model")
     params, losses = train(Model(), args.backend if args.backend in BACKENDS else "mgpu_ops", args.steps)
     for number, value in enumerate(losses, 1):
         print(f"step {number:3}  loss {value:.4f}")
@@ -767,6 +772,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     from mgpu_ops.tuning.bench.program import Bench  # the tuner's extra is needed for this alone
 
+    if not args.tokens and not args.batches:
+        parser.error("--tokens and --batches are both empty: there is nothing to time, name a number in one of them")
     backends = args.backends.split(",")
     if unknown := set(backends) - {*BACKENDS, *SERVING}:
         parser.error(f"--backends {args.backends}: {', '.join(sorted(unknown))} is none of {', '.join(BACKENDS | SERVING)}")

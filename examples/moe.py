@@ -134,6 +134,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--fp8", action="store_true", help="multiply in 8-bit floats (current scaling)")
     parser.add_argument("--backend", choices=["mosaic", "xla"], help="default: mosaic on a Hopper GPU, elsewhere xla")
     args = parser.parse_args(arguments)
+    for name in ("steps", "tokens"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)} is not 1 or more")
     for step, value in enumerate(train(Layer(fp8=args.fp8), args.steps, args.tokens, args.backend), 1):
         print(f"step {step:3}  loss {value:.4f}")
 

@@ -94,6 +94,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--devices", type=int, default=jax.local_device_count())
     a = parser.parse_args(arguments)
+    for name in ("layers", "width", "hidden", "tokens"):
+        if getattr(a, name) < 1:
+            parser.error(f"--{name} {getattr(a, name)} is not 1 or more")
+    if not 1 <= a.devices <= jax.local_device_count():
+        parser.error(f"--devices {a.devices} is not from 1 to {jax.local_device_count()}")
     if a.hidden % a.devices:
         parser.error(f"--hidden {a.hidden} is no multiple of the {a.devices} devices")
     mesh = jax.make_mesh((a.devices,), ("model",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[: a.devices])

@@ -224,12 +224,51 @@ def test_a_step_is_not_shared_by_devices_that_do_not_divide_its_parameters(capsy
         (["--layers", "-1"], "argument --layers: invalid positive integer value: '-1'"),
         (["--devices", "2"], "--devices 2 share a step as --shard says: add --shard data or fsdp"),
         (["--shard", "data", "--devices", "99"], "--devices 99 is more than the"),
+        (["--tokens", "", "--batches", ""], "--tokens and --batches are both empty: there is nothing to time"),
         (["--heads", "12"], "--heads 12 --kv-heads 8 --head-dim 128: heads are a multiple of kv-heads"),
     ],
 )
 def test_a_benchmark_of_steps_says_what_it_cannot_do(arguments, told, capsys):
     with pytest.raises(SystemExit):
         llama.main(["--bench", *arguments])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--layers", "2"], "--layers"),
+        (["--csv", "x.csv", "--backend", "fp8", "--steps", "3"], "--csv"),
+        (["--model", "llama3-8b", "--qk-norm"], "--model, --qk-norm"),
+    ],
+)
+def test_options_of_the_benchmark_are_refused_where_the_language_model_is_trained(arguments, options, capsys):
+    with pytest.raises(SystemExit):
+        llama.main(arguments)
+    assert f"error: {options}: of --bench alone: add it, or leave them out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "told"),
+    [
+        (moe, ["--tokens", "0"], "--tokens 0 is not 1 or more"),
+        (moe, ["--steps", "-1"], "--steps -1 is not 1 or more"),
+        (tensor_parallel, ["--devices", "0"], "--devices 0 is not from 1 to "),
+        (tensor_parallel, ["--devices", "999"], "--devices 999 is not from 1 to "),
+        (tensor_parallel, ["--tokens", "0"], "--tokens 0 is not 1 or more"),
+        (tensor_parallel, ["--hidden", "0"], "--hidden 0 is not 1 or more"),
+        (expert_parallel, ["--experts", "0"], "--experts 0 is not 1 or more"),
+        pytest.param(
+            *(expert_parallel, ["--exchange", "ragged"], "--exchange ragged needs GPUs, and none is in use: take all-to-all"),
+            marks=pytest.mark.skipif(jax.default_backend() != "cpu", reason="GPUs have it"),
+        ),
+    ],
+)
+def test_an_example_says_what_it_cannot_do_before_it_starts(example, arguments, told, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "make_mesh", None)
+    monkeypatch.setattr(moe, "train", None)
+    with pytest.raises(SystemExit):
+        example.main(arguments)
     assert told in capsys.readouterr().err
 
 
@@ -306,6 +345,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
 @pytest.mark.parametrize("exchange", ["all-gather", "all-to-all", "ragged"])
 def test_experts_that_devices_share_compute_what_one_device_does(exchange, capsys, monkeypatch):
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", ragged_all_to_all)
+    monkeypatch.setattr(expert_parallel, "lacks_ragged", lambda: False)
     sides = ["--devices", "4", "--tokens", "64", "--width", "32", "--hidden", "48", "--experts", "8"]
     expert_parallel.main([*sides, "--exchange", exchange, "--repeat", "1"])
     said = capsys.readouterr().out

@@ -47,6 +47,7 @@ _SECRET = re.compile(r"pass|pwd|secret|token|credential", re.IGNORECASE)  # in t
 
 # What optuna raises for what it did not write.
 _OF_CORRUPT = (ValueError, TypeError, AttributeError, IndexError, AssertionError)
+_FIRST = b'{"op_code"'  # how a journal begins
 
 
 class StorageError(ValueError):
@@ -217,6 +218,7 @@ def _journal(path: Path) -> optuna.storages.BaseStorage:
     backend = JournalFileBackend(str(path), lock_obj=_JournalLock(path))  # type: ignore[arg-type]  # its base is private
     try:
         opened = optuna.storages.JournalStorage(backend)
+        _check_beginning(path)  # optuna passes over a last line that it cannot read, which may be the only one
         for study in opened.get_all_studies():
             trials = opened.get_all_trials(study._study_id, deepcopy=False)
             attributes = [study.user_attrs, *(attrs for t in trials for attrs in (t.user_attrs, t.system_attrs))]
@@ -225,6 +227,13 @@ def _journal(path: Path) -> optuna.storages.BaseStorage:
     except (*_OF_CORRUPT, KeyError) as error:
         raise StorageError(_corrupt(str(path), error)) from None
     return opened
+
+
+def _check_beginning(path: Path) -> None:
+    with path.open("rb") as file:
+        first = file.read(len(_FIRST))
+    if first not in (b"", _FIRST):
+        raise ValueError(f"it begins with {first!r}, a journal with {_FIRST!r}")
 
 
 class _JournalLock:

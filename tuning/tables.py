@@ -32,7 +32,8 @@ def trials_table(trials: Sequence[Trial], baseline: str | None) -> Table:
     fields = list(configs[0]) if configs else []
     varying = [f for f in fields if len({c[f] for c in configs}) > 1]
     shared = assignments(configs[0], [f for f in fields if f not in varying]) if configs else ""
-    more = f"{len(ok)} best of {len(trials)} trials" if len(trials) > len(ok) else f"{len(trials)} trials"
+    all_trials = f"{len(trials)} trial{'s' * (len(trials) != 1)}"
+    more = f"{len(ok)} best of {all_trials}" if len(trials) > len(ok) else all_trials
     table = Table(title=more, caption=f"all: {shared}" if shared else None, title_justify="left", caption_justify="left")
     measured = any(t.outcome.baseline_us for t in ok)
     for heading in ("trial", "from", "us", *((f"x {baseline}", "error") if measured else ()), "config"):
@@ -56,7 +57,7 @@ BETWEEN_GPUS = (
 def entry_cells(entry: Entry, spec: OpSpec, omitted: Collection[tuple[str, str]] = ()) -> tuple[str, ...]:
     """An entry under `HEADINGS`: "x" columns are times over ours, above 1 where ours is faster. `spec` is its op's.
 
-    Under "runs" is what a call of the problem runs: "kernel", or "xla" and its time.
+    Under "runs" is what a call of the problem runs, as `winner.told` says it.
 
     Fields that are `omitted`, ("problem" or "config", name), are left out.
     """
@@ -67,9 +68,7 @@ def entry_cells(entry: Entry, spec: OpSpec, omitted: Collection[tuple[str, str]]
     kind = f"{e.kind}: {of}" if e.kind == "measured" else e.kind
     against = f"{e.baseline_us / e.median_us:.3f} {e.baseline or '?'}" if e.baseline_us else "-"
     default = f"{e.default_us / e.median_us:.3f}" if e.default_us else "-"
-    runs: str = winner.of_entry(entry, spec) or "-"
-    if runs == "xla" and e.baseline_us:
-        runs = f"xla {e.baseline_us:.1f} us"
+    runs = winner.told(entry, spec)
     return problem_text(problem, spec), f"{e.median_us:.1f}", against, default, runs, kind, e.date, assignments(config)
 
 

@@ -5,6 +5,7 @@ It is shown as it is: no part of it is markup, an escape sequence or a line of i
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -29,5 +30,10 @@ def console(**options: Any) -> Any:
     class Plain(Console):
         def render_str(self, text: str, **how: Any) -> Any:
             return super().render_str(printable(text), **how | {"markup": False, "emoji": False, "highlight": False})
+
+        def on_broken_pipe(self) -> None:
+            """The reader has gone, as `head` does: what is left to do is done all the same, and rich would end the process."""
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
 
     return Plain(**options)

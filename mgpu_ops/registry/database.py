@@ -177,6 +177,8 @@ def _newer(data: bytes) -> str | None:
 
 def read_bytes(path: AnyPath) -> bytes:
     """What a file holds; DatabaseError where it cannot be read."""
+    if os.path.isdir(path):
+        raise DatabaseError(path, "is a folder: name a file, of several ops <gpu>/<op>.json in it")
     try:
         return regular_bytes(path, MAX_BYTES)
     except OSError as error:
@@ -227,7 +229,8 @@ def fit(cls: type, fields: Mapping[str, Any], *, older: bool = False) -> Any:
     what = f"{cls.__name__.lower()} {dict(fields)}"
     if not names - later <= fields.keys() <= names:
         missing, unknown = sorted(names - later - fields.keys()), sorted(fields.keys() - names)
-        raise ValueError(f"{what} lacks {missing} and has unknown {unknown}: tune again")
+        faults = [f"lacks {missing}"] * bool(missing) + [f"has unknown {unknown}"] * bool(unknown)
+        raise ValueError(f"{what} {' and '.join(faults)}: tune again")
     try:
         return msgspec.convert(dict(fields), cls)
     except msgspec.ValidationError as error:

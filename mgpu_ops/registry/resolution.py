@@ -535,5 +535,5 @@ def _summary(e: Evidence) -> str:
         parts.append(f"{e.watts:.0f} W, {e.joules:.3g} J a call")
     if e.error is not None:
         parts.append(f"error {e.error:.2g}")
-    parts.append(f"{e.trials} trials on {e.date}, jax {e.jax}, kernel version {e.kernel_version}")
+    parts.append(f"{e.trials} trial{'s' * (e.trials != 1)} on {e.date}, jax {e.jax}, kernel version {e.kernel_version}")
     return "; ".join(parts)

@@ -109,15 +109,26 @@ def expected_from(near: Times, distance: float, kernel_us: float) -> Times:
 
 
 def of_entry(entry: Entry, spec: OpSpec) -> Winner | None:
-    """What a call of the entry's own problem runs by this entry; None where the op has no such problem or config."""
+    """What a call of the entry's own problem runs by this entry.
+
+    None where it does not say: it was modelled, so that the models decide, or the op has no such problem or config.
+    """
     try:
         problem, config = to_problem(spec, entry.problem), to_config(spec, entry.config)
     except ValueError:
         return None
     if spec.leaves_to_xla(config):
         return "xla"
+    if entry.evidence.kind != "measured":
+        return None
     times = measured(entry, baseline_of(spec, problem))
     return times.winner if times else "kernel"
+
+
+def told(entry: Entry, spec: OpSpec) -> str:
+    """The same for a table: "kernel", "xla 595.7 us", or "-"."""
+    runs, us = of_entry(entry, spec), entry.evidence.baseline_us
+    return f"xla {us:.1f} us" if runs == "xla" and us else runs or "-"
 
 
 def text(entry: Entry, spec: OpSpec) -> str:

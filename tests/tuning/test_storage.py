@@ -231,7 +231,20 @@ def test_a_journal_cut_off_anywhere_loses_its_last_lines_only_and_takes_new_ones
     assert config in [d.config for d in Ledger(open_study(open_storage(path), IDENTITY), toy.Config).new_results()]
 
 
-@pytest.mark.parametrize("content", [b"\x80\x04K\x01.\n{}\n", b"[1]\n[2]\n", b'{"op_code":0}\n{}\n', b"1\n2\n"])
+def test_a_journal_cut_off_within_its_first_record_takes_new_ones(journal: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "studies.journal"
+    path.write_bytes(journal[: journal.index(b"\n")])
+    measured(path, 2)
+    assert len(Ledger(open_study(open_storage(path), IDENTITY), toy.Config).new_results()) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"\x80\x04K\x01.\n{}\n", b"[1]\n[2]\n", b'{"op_code":0}\n{}\n', b"1\n2\n"),
+        *(b"hello", b'{"schema": 1, "entries": []}', b"{\n", b"\n", b"\x00"),  # optuna passes over a last line that is none
+    ],
+)
 def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "studies.journal"
     path.write_bytes(content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,6 +73,18 @@ def test_a_table_shows_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None
     shown = tame(capsys.readouterr().out)
     assert shown.count(TAME) == 4
     assert ":smile: [bold]" in shown
+
+
+def test_work_goes_on_where_the_reader_of_a_pipe_has_gone() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = []
+    with os.fdopen(writer, "w") as stream:
+        console = terminal.console(file=stream)
+        for line in range(3):
+            console.print(f"line {line}")
+            done.append(line)
+    assert done == [0, 1, 2]
 
 
 @pytest.mark.parametrize("where", ["terminal", "pipe"])

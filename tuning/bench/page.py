@@ -282,8 +282,7 @@ def _entry(entry: Entry, file: File, spec: OpSpec | None) -> dict[str, Any]:
     if spec is not None:
         cells = {"problem": plot.problem_label(spec, entry.problem), "remark": database.stale(entry, spec)}
         config = in_order(config, spec.Config)
-        runs = winner.of_entry(entry, spec)
-        cells["runs"] = f"xla {e.baseline_us:.4g} us" if runs == "xla" and e.baseline_us else runs
+        cells["runs"] = winner.told(entry, spec)
         drawn = {row.impl: row for row in plot.rows_of(spec, gpu.find(file.gpu), [entry])}
         if results.ROOFLINE in drawn:
             cells |= {"TFLOP/s": drawn[results.OURS].tflops, "of roofline": drawn[results.ROOFLINE].median_us / e.median_us}

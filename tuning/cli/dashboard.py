@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, say
-from mgpu_ops.tuning.cli.storages import address_arguments, storage_argument, storage_of, warn_of_listening
+from mgpu_ops.tuning.cli.storages import address_arguments, existing, storage_argument, storage_of, warn_of_listening
 
 PORT = 8080
 
@@ -32,7 +32,8 @@ def register(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from mgpu_ops.tuning import storage
 
-    where = storage_of(arguments) or _own_journal(arguments)
+    named = storage_of(arguments)
+    where = existing(named) if named else _own_journal(arguments)
     import optuna_dashboard
 
     with storage.opened(where) as backend:
@@ -56,5 +57,8 @@ def _own_journal(arguments: argparse.Namespace) -> str:
         raise UsageError("name an op, whose journal of this machine is opened, or another storage with --storage")
     path = storage.journal_path(gpu_or_current(arguments.gpu).key, mgpu_ops.spec_of(arguments.op).name)
     if not path.exists():
-        raise UsageError(f"{path} is not there: nothing of {arguments.op} was tuned on this machine for that GPU")
+        raise UsageError(
+            f"{path} is not there: no measured trials of {arguments.op} are kept on this machine for that GPU; "
+            "modelled ones are kept with --storage alone"
+        )
     return str(path)

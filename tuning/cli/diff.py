@@ -62,7 +62,7 @@ def _versus(spec: OpSpec, before: Entry | None, after: Entry | None) -> str:
     from mgpu_ops.registry import winner
 
     entries = [entry for entry in (before, after) if entry]
-    runs = [winner.of_entry(entry, spec) or "nothing" for entry in entries]
+    runs = [winner.of_entry(entry, spec) or "what the models choose" for entry in entries]
     text = "".join(winner.text(entry, spec) for entry in entries[-1:]).partition(": ")[2]
     told = " -> ".join(dict.fromkeys(runs))
     return f"runs {told}{f': {text}' if text else ''}" if "xla" in runs else ""

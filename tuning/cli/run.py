@@ -100,7 +100,9 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         help="sustained: how long each of the best runs without pause, three times (default 1s)",
     )
     workers_argument(parser)
-    storage_argument(parser, otherwise="a journal file of your own, from which a tuner that was killed goes on")
+    storage_argument(
+        parser, otherwise="a journal file of your own for measured trials, from which a tuner that was killed goes on"
+    )
     parser.add_argument("--fresh", action="store_true", help="do not go on from an unfinished run: measure everything again")
     parser.add_argument("--seed", type=seed, default=0, help="seed of the inputs and of the search (default 0)")
     parser.add_argument("--gpu", help="tune for this GPU: h200, h100-sxm ...; if it is not the one here, by the cost model")

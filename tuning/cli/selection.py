@@ -47,9 +47,14 @@ def shape_of(spec: OpSpec, name: str) -> Problem:
     return problem
 
 
-def _fields_of(spec: OpSpec, arguments: argparse.Namespace) -> dict[str, Any]:
+def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """The fields of a problem that are given."""
-    given = {name: value for name in FIELDS if (value := getattr(arguments, name, None)) is not None}
+    return {name: value for name in FIELDS if (value := getattr(arguments, name, None)) is not None}
+
+
+def _fields_of(spec: OpSpec, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those of a problem of this op."""
+    given = _fields(arguments)
     if "bias" in given:
         given["bias"] = _bias(spec, given["bias"], given.get("dtype", "bfloat16"))
     return given
@@ -123,6 +128,8 @@ def jobs_of(arguments: argparse.Namespace) -> list[TuningJob]:
     if arguments.file:
         return _captured(arguments)
     if suite in MODELS and (op is None or arguments.grad):
+        if given := _fields(arguments):
+            raise UsageError(f"--suite {suite} names the problems of a model: leave out {flags(given)}")
         return problems.of_model(suite, arguments.tokens or problems.TOKENS, op=op, grad=arguments.grad)
     if arguments.grad:
         raise UsageError(f"--grad is for --suite with a model ({', '.join(MODELS)})")
@@ -137,9 +144,9 @@ def _captured(arguments: argparse.Namespace) -> list[TuningJob]:
     """The jobs of the file of --from, of the op if one is named."""
     from mgpu_ops.tuning import problems
 
-    by_fields = any(getattr(arguments, name, None) is not None for name in FIELDS)
-    if arguments.suite or arguments.shape or arguments.bytes or by_fields:
-        raise UsageError(f"--from {arguments.file} names the problems: leave out --suite, --shape and sides")
+    options = ("suite", "shape", "bytes", "grad", "tokens")
+    if given := [*(name for name in options if getattr(arguments, name)), *_fields(arguments)]:
+        raise UsageError(f"--from {arguments.file} names the problems: leave out {flags(given)}")
     found = [job for job in problems.read(arguments.file) if arguments.op in (None, job.op)]
     if not found:
         raise UsageError(f"{arguments.file} has no problem of {arguments.op or 'any op'}: nothing to tune")
@@ -189,7 +196,7 @@ def supported(jobs: Iterable[TuningJob], gpus: Sequence[Gpu]) -> list[TuningJob]
     return found
 
 
-def flags(names: Sequence[str]) -> str:
+def flags(names: Iterable[str]) -> str:
     """ "--m, --n and --k" """
     *most, last = (f"--{name.replace('_', '-')}" for name in names)
     return f"{', '.join(most)} and {last}" if most else last

@@ -179,7 +179,7 @@ def _say_result(result: Result, spec: OpSpec, name: str, kind: str) -> None:
     for (fault, detail), number in result.failures.items():
         say(f"failed: {number} {fault}: {detail}")
     if result.entry is None:
-        say(f"no candidate worked: nothing is stored for {name}")
+        say(f"no candidate {'worked' if result.trials else 'was tried yet'}: nothing is stored for {name}")
         return
     e = result.entry.evidence
     against = f", {e.baseline} {e.baseline_us:.1f} us ({e.baseline_us / e.median_us:.3f}x)" if e.baseline_us else ""

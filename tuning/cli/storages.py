@@ -56,7 +56,11 @@ def finished_storage(arguments: argparse.Namespace) -> str | None:
     """The storage that `finished_argument` names; None where it is not given."""
     if arguments.storage is None:
         return None
-    where = required_storage(arguments)
+    return existing(required_storage(arguments))
+
+
+def existing(where: str) -> str:
+    """The storage that was named, to be read; a journal that is not there is refused, not made."""
     if "://" not in where and not Path(os.path.expanduser(where)).is_file():
         from mgpu_ops.tuning import storage
 

@@ -307,11 +307,14 @@ def test_what_is_no_regular_file_is_refused_at_once(kind, monkeypatch):
     monkeypatch.chdir(user().parents[2])  # the name of a socket is short
     user().parent.mkdir(parents=True)
     special(kind, Path(os.path.relpath(user())))
-    with pytest.raises(DatabaseError, match=r"cannot be read \(it is no regular file\): name a readable file"):
+    said = (
+        "is a folder: name a file" if kind == "directory" else r"cannot be read \(it is no regular file\): name a readable file"
+    )
+    with pytest.raises(DatabaseError, match=said):
         database.read(user())
     with pytest.warns(UserWarning, match="goes on without this file"):
         assert resolve().source == "default"
-    with pytest.raises(DatabaseError, match="cannot be read"):
+    with pytest.raises(DatabaseError, match="is a folder" if kind == "directory" else "cannot be read"):
         write(user(), entry())
 
 
@@ -358,8 +361,9 @@ def test_an_entry_older_than_a_field_is_one_that_has_none_of_it():
 @pytest.mark.parametrize(
     ("cls", "fields", "reason"),
     [
-        ("problem", {}, r"lacks \['m'\]"),
-        ("problem", {"m": 1, "n": 2}, r"unknown \['n'\]"),
+        ("problem", {}, r"lacks \['m'\]: tune again"),
+        ("problem", {"m": 1, "n": 2}, r"} has unknown \['n'\]: tune again"),
+        ("problem", {"n": 2}, r"} lacks \['m'\] and has unknown \['n'\]: tune again"),
         ("problem", {"m": True}, "Expected `int`, got `bool`"),
         ("config", {"tile": "8"}, "Expected `int`, got `str`"),
     ],
@@ -910,6 +914,11 @@ def test_explain_tells_the_winner_its_evidence_and_what_was_passed_over():
     assert f"user: {user()}: measured for this problem passed over: tile=100 exceeds m=64" in text
     assert f"near, distance 1: measured for m=64, in {shipped()}" in resolution.explain(SPEC, Problem(128), GPU)
     assert "from      argument" in resolution.explain(SPEC, Problem(128), GPU, Config(2))
+
+
+def test_explain_counts_trials_in_the_singular_where_there_is_one():
+    write(user(), entry(trials=1))
+    assert "; 1 trial on 2025-11-20" in resolution.explain(SPEC, Problem(64), GPU)
 
 
 def test_validate_lists_every_fault_of_a_file(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import pytest
 
 from mgpu_ops.core import gpu as gpus
@@ -333,3 +334,10 @@ def test_an_entry_tells_what_its_own_problem_runs() -> None:
     assert of(store(64, 10.0, 12.0)) == ("kernel", "")
     assert of(store(64, 10.0, None, tile=0)) == ("xla", "; XLA is faster, and runs")
     assert of(path, dataclasses.replace(SPEC, Config=Problem)) == (None, "")
+
+
+def test_an_entry_that_was_modelled_does_not_tell_what_runs_as_models_decide() -> None:
+    (entry,) = database.read(store(64, 12.0, 10.0)).entries
+    assert winner.told(entry, SPEC) == "xla 10.0 us"
+    modelled = msgspec.structs.replace(entry, evidence=msgspec.structs.replace(entry.evidence, kind="modelled"))
+    assert (winner.of_entry(modelled, SPEC), winner.told(modelled, SPEC)) == (None, "-")

@@ -140,7 +140,7 @@ def test_the_page_tells_times_rates_failures_and_what_is_stale() -> None:
 
 
 def test_the_page_tells_where_xla_is_faster_and_its_time() -> None:
-    for us, runs in ((10.0, "xla 10 us"), (25.0, "kernel")):
+    for us, runs in ((10.0, "xla 10.0 us"), (25.0, "kernel")):
         file = database.File(1, "h200", "matmul", (entry(gpu=H200.name, baseline="xla", baseline_us=us),))
         assert runs in Reader(page.page(Sources(files=[(Path("f.json"), file)]), SPECS, [], "2025-01-31")).texts
 

@@ -125,7 +125,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, mgpu_tune: Com
 def test_a_directory_in_place_of_the_database_of_a_worker_is_refused_before_tuning(tmp_path: Path, mgpu_tune: Command) -> None:
     done = mgpu_tune(*WORK["worker"][0], "--database", tmp_path)
     assert done.code == 2
-    assert f"{tmp_path}: cannot be read (it is no regular file): name a readable file" in done.err
+    assert f"{tmp_path}: is a folder: name a file" in done.err
     assert "best of" not in done.out
 
 
@@ -192,7 +192,10 @@ def test_a_place_in_which_nothing_can_be_written_is_refused_before_the_work(
     assert (done.code, done.out) == (2, "") or "MODELLED" in done.out
     (line,) = done.err.splitlines()
     assert line.startswith("mgpu-tune: ")
-    assert re.search(rf"{re.escape(str(tmp_path))}\S*: (cannot be written|cannot be read|is a file) ?", line) or option in line
+    assert (
+        re.search(rf"{re.escape(str(tmp_path))}\S*: (cannot be written|cannot be read|is a file|is a folder) ?", line)
+        or option in line
+    )
     assert "MGPU_OPS_CONFIG_DIR" not in line
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.name not in ("x.journal", "__pycache__")} == before
 

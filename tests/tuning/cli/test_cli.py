@@ -234,6 +234,19 @@ def test_a_wrong_request_prints_no_json(mgpu_tune: Command) -> None:
         (("run", "matmul", "--gpu", "h200"), "name the problem in one way: --m, --n and --k, or --shape"),
         (("run", "matmul", *SIDES, "--shape", "square-4096", "--gpu", "h200"), "name the problem in one way"),
         (("run", "matmul", "--suite", "llm", "--shape", "square-4096", "--gpu", "h200"), "name the problem in one way"),
+        (
+            ("run", "--suite", "llama3-8b", "--devices", "4"),
+            "--suite llama3-8b names the problems of a model: leave out --devices",
+        ),
+        (
+            ("run", "--suite", "llama3-8b", "--dtype", "f16"),
+            "--suite llama3-8b names the problems of a model: leave out --dtype",
+        ),
+        (
+            ("run", "--from", "p.json", "--grad", "--tokens", "3"),
+            "--from p.json names the problems: leave out --grad and --tokens",
+        ),
+        (("run", "matmul", "--from", "p.json", "--m", "3"), "--from p.json names the problems: leave out --m"),
         (("run", "matmul", "--m", "512", "--k", "512", "--gpu", "h200"), "--n missing: a matmul problem has --m, --n and --k"),
         (("run", "matmul", "--m", "512", "--gpu", "h200"), "--n and --k missing"),
         (("run", "matmul", "--dtype", "bf16", "--gpu", "h200"), "--m, --n and --k missing"),
@@ -516,7 +529,9 @@ def test_ctrl_c_in_a_suite_ends_the_suite(mgpu_tune: Command, monkeypatch: pytes
 
 def test_ctrl_c_before_the_first_result_stores_nothing(mgpu_tune: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     judge_by(monkeypatch, lambda number, outcome: interrupt(number, 0, outcome))
-    assert mgpu_tune(*RUN).code == 130
+    done = mgpu_tune(*RUN)
+    assert done.code == 130
+    assert "no candidate was tried yet: nothing is stored for 512x512x512" in done.out
     assert not user_file().exists()
 
 

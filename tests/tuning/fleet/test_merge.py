@@ -203,6 +203,8 @@ def test_merge_leaves_out_what_no_one_should_get(tmp_path: Path, mgpu_tune: Comm
         (("merge", "--storage"), "name the storage with --storage, or $MGPU_OPS_STORAGE"),
         (("merge", "--storage", "postgresql://u:hunter2@h/d"), "put the URL into $MGPU_OPS_STORAGE"),
         (("export", "--storage", "no.journal", "--output", "o"), "no.journal: there is no such journal"),
+        (("merge", "--storage", "line.json", "--into", "x.json"), "line.json is no journal of optuna, or is corrupt"),
+        (("export", "--storage", "line.json", "--output", "o"), "line.json is no journal of optuna, or is corrupt"),
         (("merge", "empty", "--into", "x.json"), "has no <gpu>/<op>.json inside"),
         (("merge", "a.json", "other.json", "--into", "x.json"), "one file holds one op on one GPU, and these are"),
         (("merge", "a.json", "--into", "other.json"), "is for GPU 'h100-sxm', not 'h200'"),
@@ -226,6 +228,7 @@ def test_a_wrong_request_names_the_file_and_the_way_out(
     database.update("other.json", [], gpu_key="h100-sxm", op="matmul")
     database.update("softmax.json", [], gpu_key="h200", op="softmax")
     Path("broken.json").write_text("{")
+    Path("line.json").write_text(json.dumps(json.loads(Path("a.json").read_text())))
     Path("empty").mkdir()
     done = mgpu_tune(*words)
     assert done.code == 2

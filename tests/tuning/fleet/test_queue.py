@@ -370,7 +370,8 @@ def test_every_command_has_a_help_with_examples(name: str, mgpu_tune: Command) -
         (("proxy", "--storage", "x.journal"), "a proxy serves a database, not x.journal"),
         (("proxy", "--storage", "postgresql://h/d", "--port", "0"), "'0' must be a whole number from 1 to 65535"),
         (("dashboard",), "name an op, whose journal of this machine is opened"),
-        (("dashboard", "matmul", "--gpu", "h200"), "nothing of matmul was tuned on this machine"),
+        (("dashboard", "matmul", "--gpu", "h200"), "no measured trials of matmul are kept on this machine for that GPU"),
+        (("dashboard", "--storage", "no.journal"), "no.journal: there is no such journal: name the storage with --storage"),
     ],
 )
 def test_what_is_asked_wrongly_is_told_with_the_way_out(
@@ -382,6 +383,20 @@ def test_what_is_asked_wrongly_is_told_with_the_way_out(
     assert done.code == 2
     assert message in done.err
     assert "hunter2" not in done.err + done.out
+    assert not Path("no.journal").exists()
+
+
+@pytest.mark.parametrize("words", ["run matmul --m 512 --n 512 --k 512 --gpu h200 --queue", "worker --gpu h200"])
+@pytest.mark.parametrize("content", ["hello", '{"schema": 1, "gpu": "h200", "op": "matmul", "entries": []}', "{\n"])
+def test_a_file_that_is_no_journal_is_neither_queued_into_nor_wiped(
+    words: str, content: str, mgpu_tune: Command, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(content)
+    done = mgpu_tune(*words.split(), "--storage", path)
+    assert done.code == 2
+    assert f"{path} is no journal of optuna, or is corrupt" in done.err
+    assert path.read_text() == content
 
 
 @pytest.mark.parametrize("command", ["proxy", "dashboard"])
