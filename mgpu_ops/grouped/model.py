@@ -100,13 +100,13 @@ def row_blocks(spread: str, rows: int, groups: int, size: int) -> float:
     if spread == "even":
         return used * math.ceil(rows / used / size)
     if spread == "skewed":
-        return sum(math.ceil(share / size) for share in _skewed(rows, groups))
+        return sum(min(1.0, share) * math.ceil(share / size) for share in _skewed(rows, groups))
     return max(used, rows / size + used / 2)  # the last block of a group is half full on average
 
 
 @functools.lru_cache(maxsize=256)
 def _skewed(rows: int, groups: int) -> tuple[float, ...]:
-    """The groups' rows, where the g-th share is proportional to 1/g."""
+    """The groups' rows, where the g-th share is proportional to 1/g; below 1 it is how likely a row is."""
     return tuple(rows / (harmonic(groups) * g) for g in range(1, groups + 1))
 
 
@@ -127,8 +127,8 @@ def of_whole_tiles(p: GroupedProblem, c: Config) -> float:
         return 1.0
     used = _used(p.spread, p.m, p.groups)
     if p.spread in ("even", "skewed"):
-        sizes = (p.m / used,) * used if p.spread == "even" else _skewed(p.m, p.groups)
-        short: float = sum(0 < math.ceil(size) % c.tile_m <= gemm.ROWS for size in sizes)
+        shares = (p.m / used,) * used if p.spread == "even" else _skewed(p.m, p.groups)
+        short = sum(min(1.0, share) * (0 < math.ceil(share) % c.tile_m <= gemm.ROWS) for share in shares)
     else:
         short = used / 2
     return 1 - (1 - _SHORT_TILE) * short / row_blocks(p.spread, p.m, p.groups, c.tile_m)
