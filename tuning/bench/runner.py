@@ -245,8 +245,7 @@ class _ProblemRun:
                 if reason is not None:
                     self.say(f"{name} {reason}")
                     continue
-                settings = f", its settings for up to {self.options.competitor_seconds:g} s" if competitor.tuned else ""
-                self.say(f"compiles {name}{settings}")
+                self.say(f"compiles {name}{self.settings_of(name) if competitor.tuned else ''}")
                 theirs = arrays if competitor.arrays is None else jax.jit(partial(competitor.arrays, self.problem))(*arrays)
                 function, config = competitor.prepare(self.tuning_context(name, theirs))
                 found.append(check(name, function, config, theirs, competitor))
@@ -259,14 +258,24 @@ class _ProblemRun:
             return "is measured forward only"
         return competitor.unavailable(self.problem, self.options.gpu)
 
+    def known(self, competitor: str) -> frozenset[str]:
+        """The settings that won an earlier run of this op and problem."""
+        op = self.stamp["op"].removesuffix(SUSTAINED)
+        of_problem = (op, self.label, competitor, self.options.gpu.name)
+        earlier = ((row, (row.op.removesuffix(SUSTAINED), row.problem, row.impl, row.gpu)) for row in self.options.earlier)
+        found = [settings_in(row.config) for row, of_row in earlier if of_row == of_problem]
+        return found[-1] if found else frozenset()
+
+    def settings_of(self, competitor: str) -> str:
+        """Which settings of a tuned competitor are tried, and for how long."""
+        which = "its settings"
+        if self.options.earlier:
+            op = self.stamp["op"].removesuffix(SUSTAINED)
+            which = "those that won before" if self.known(competitor) else f"its settings (no earlier ones of {op} for it)"
+        return f", {which} for up to {self.options.competitor_seconds:g} s"
+
     def tuning_context(self, competitor: str, arrays: tuple) -> TuningContext:
         o = self.options
-        of_problem = (self.stamp["op"].removesuffix(SUSTAINED), self.label, competitor, o.gpu.name)
-        known = [
-            settings_in(row.config)
-            for row in o.earlier
-            if (row.op.removesuffix(SUSTAINED), row.problem, row.impl, row.gpu) == of_problem
-        ]
         return TuningContext(
             problem=self.problem,
             gpu=o.gpu,
@@ -274,7 +283,7 @@ class _ProblemRun:
             timer=o.timer,
             grad=o.grad,
             seconds=o.competitor_seconds,
-            known=known[-1] if known else frozenset(),
+            known=self.known(competitor),
             pool=o.pool,
         )
 

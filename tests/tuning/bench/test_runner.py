@@ -346,11 +346,20 @@ def test_a_competitors_settings_are_taken_from_an_earlier_result(monkeypatch: py
         contexts.append(context)
         return public.CALLS["matmul"](context.problem, "xla"), "tile=8 steps=2; fastest of 3"
 
-    competitor = implementations.Competitor(lambda problem, gpu: None, prepare, differentiable=True)
+    competitor = implementations.Competitor(lambda problem, gpu: None, prepare, differentiable=True, tuned=True)
     monkeypatch.setitem(implementations.COMPETITORS["matmul"], "tuned", competitor)
-    first, _ = run(against=["tuned"], competitor_seconds=5.0)
-    run(against=["tuned"], earlier=first)
-    run(against=["tuned"], earlier=first, grad=True)  # of another op's name
+    first, of_first = run(against=["tuned"], competitor_seconds=5.0)
+    _, of_known = run(against=["tuned"], earlier=first)
+    _, of_others = run(against=["tuned"], earlier=first, grad=True)  # of another op's name
+    told = [
+        next(line for line in said if "compiles tuned" in line).partition("compiles tuned, ")[2]
+        for said in (of_first, of_known, of_others)
+    ]
+    assert told == [
+        "its settings for up to 5 s",
+        "those that won before for up to 60 s",
+        "its settings (no earlier ones of matmul+grad for it) for up to 60 s",
+    ]
     assert [(c.seconds, "tile=8 steps=2" in c.known) for c in contexts] == [(5.0, False), (60.0, True), (60.0, False)]
 
 
