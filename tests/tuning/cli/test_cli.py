@@ -926,7 +926,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an unknown GPU": (lambda path: rewrite(store(path), gpu="v100"), "gpu='v100' is not a GPU in the table"),
     "an unknown op": (lambda path: rewrite(store(path), op="softmax"), "op 'softmax' is not one of matmul"),
-    "a directory": (lambda path: path.mkdir(), "cannot be read"),
+    "a directory": (lambda path: path.mkdir(), "is a folder: name a file"),
     "missing": (lambda path: None, "cannot be read"),
 }
 
