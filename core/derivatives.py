@@ -28,7 +28,7 @@ def first_order(name: str, forward: Rule, backward: Rule) -> tuple[Rule, Rule]:
     return forward_rule, backward_rule
 
 
-def refuse_8_bits(op: str, instead: str, scales: str, *arrays: jax.Array) -> None:
+def refuse_8_bits(op: str, instead: str, *arrays: jax.Array, scales: str = "none") -> None:
     """Raises ValueError for an array of 8 bits, whose gradient would have 8 bits too, and for scales of wider ones.
 
     instead: what to train with. scales: "none" where the call has none.

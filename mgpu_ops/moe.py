@@ -529,7 +529,7 @@ def _layer_forward(call: _Call, x: jax.Array, weights: jax.Array, *arrays: jax.A
     The rows of x are gathered before, as the backward pass does again: XLA makes one gather of both where it sees both.
     """
     w_gate, w_up, w_down, sizes, order, positions = arrays
-    refuse_8_bits("moe", "mgpu_ops.fp8_moe", "none", x, w_gate, w_up, w_down)
+    refuse_8_bits("moe", "mgpu_ops.fp8_moe", x, w_gate, w_up, w_down)
     rows = rows_of_tokens(x, tokens_of(order, positions), positions)
     hidden, gate, up = gated.kept(call.gated(x.dtype.name), rows, w_gate, w_up, sizes)
     return _down(call, hidden, w_down, sizes, _scale(weights, order), positions), (x, weights, *arrays, gate, up)

@@ -221,10 +221,10 @@ def attend(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     q, k, v = arguments.q, arguments.k, arguments.v
     if inputs.kv_scales is not None:
         q, k, v, *scales = _without_gradient(q, k, v, *inputs.kv_scales)
-        inputs = dataclasses.replace(inputs, kv_scales=tuple(scales))
-        if _become_wide(call.problem(q, k, v, inputs)):
+        wide = _become_wide(call.problem(q, k, v, inputs))
+        if wide:
             k, v = (_in_dtype(q.dtype, x, scale) for x, scale in zip((k, v), scales, strict=True))
-            inputs = dataclasses.replace(inputs, kv_scales=None)
+        inputs = dataclasses.replace(inputs, kv_scales=None if wide else tuple(scales))
     if arguments.checked_scale() < 0:  # the kernel takes the largest score before it scales
         q = -q
     if (more := v.shape[-1] - q.shape[-1]) > 0:  # zeros add nothing to any score

@@ -29,7 +29,7 @@ def _matmul_forward(
     residual: jax.Array | None = None,
 ) -> Any:
     """With an activation its argument is kept; the activation, the scale and the residual are then XLA's."""
-    refuse_8_bits("grouped_matmul", "mgpu_ops.fp8_grouped_matmul", call.scales, lhs, rhs)
+    refuse_8_bits("grouped_matmul", "mgpu_ops.fp8_grouped_matmul", lhs, rhs, scales=call.scales)
     saved = lhs, rhs, sizes, bias, row_scale, indices, None if residual is None else ()  # of a residual, that there is one
     if call.activation == "none":
         out = grouped_matmul.product(call, lhs, rhs, sizes, bias, row_scale, row_indices=indices, residual=residual)
@@ -137,7 +137,7 @@ grouped_matmul.product.defvjp(_matmul_forward, _matmul_backward)
 def _gated_forward(
     call: gated.Call, lhs: jax.Array, w_gate: jax.Array, w_up: jax.Array, sizes: jax.Array, *rest: jax.Array
 ) -> Any:
-    refuse_8_bits("gated_grouped_matmul", "two mgpu_ops.fp8_grouped_matmul", call.scales, lhs, w_gate)
+    refuse_8_bits("gated_grouped_matmul", "two mgpu_ops.fp8_grouped_matmul", lhs, w_gate, scales=call.scales)
     return gated.gated(call, lhs, w_gate, w_up, sizes, *rest), (lhs, w_gate, w_up, sizes, *rest)
 
 

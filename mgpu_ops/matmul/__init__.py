@@ -260,7 +260,7 @@ def _forward(call: Call, *arrays: jax.Array) -> Any:
     if call.normalised:
         return _matmul(call, *arrays), arrays
     a, b, *extra = arrays
-    refuse_8_bits("matmul", "mgpu_ops.fp8_matmul", call.scales, a, b)
+    refuse_8_bits("matmul", "mgpu_ops.fp8_matmul", a, b, scales=call.scales)
     saved = (a, b, extra[0] if call.bias else None, None)
     if call.activation == "none":
         return _matmul(call, *arrays), saved

@@ -260,18 +260,23 @@ class _ProblemRun:
 
     def known(self, competitor: str) -> frozenset[str]:
         """The settings that won an earlier run of this op and problem."""
-        op = self.stamp["op"].removesuffix(SUSTAINED)
-        of_problem = (op, self.label, competitor, self.options.gpu.name)
-        earlier = ((row, (row.op.removesuffix(SUSTAINED), row.problem, row.impl, row.gpu)) for row in self.options.earlier)
-        found = [settings_in(row.config) for row, of_row in earlier if of_row == of_problem]
-        return found[-1] if found else frozenset()
+        of_problem = (self.op, self.label, competitor, self.options.gpu.name)
+        for row in reversed(self.options.earlier):
+            if (row.op.removesuffix(SUSTAINED), row.problem, row.impl, row.gpu) == of_problem:
+                return settings_in(row.config)
+        return frozenset()
+
+    @property
+    def op(self) -> str:
+        """As rows name it, with or without a pause."""
+        op: str = self.stamp["op"].removesuffix(SUSTAINED)
+        return op
 
     def settings_of(self, competitor: str) -> str:
         """Which settings of a tuned competitor are tried, and for how long."""
         which = "its settings"
         if self.options.earlier:
-            op = self.stamp["op"].removesuffix(SUSTAINED)
-            which = "those that won before" if self.known(competitor) else f"its settings (no earlier ones of {op} for it)"
+            which = "those that won before" if self.known(competitor) else f"its settings (no earlier ones of {self.op} for it)"
         return f", {which} for up to {self.options.competitor_seconds:g} s"
 
     def tuning_context(self, competitor: str, arrays: tuple) -> TuningContext:

@@ -159,7 +159,7 @@ def _gated(call: Call, *arrays: jax.Array) -> jax.Array:
 
 
 def _forward(call: Call, *arrays: jax.Array) -> Any:
-    refuse_8_bits("gated_matmul", "mgpu_ops.fp8_gated_mlp", "none", *arrays)
+    refuse_8_bits("gated_matmul", "mgpu_ops.fp8_gated_mlp", *arrays)
     return _gated(call, *arrays), arrays
 
 

@@ -88,7 +88,7 @@ def _down(call: Call, hidden: jax.Array, w_down: jax.Array, residual: jax.Array 
 
 def _forward(call: Call, *arrays: jax.Array) -> Any:
     """The result, and what the backward pass needs: all inputs but the residual, gate, up, and what w_down multiplies."""
-    refuse_8_bits("gated_mlp", "mgpu_ops.fp8_gated_mlp", "none", *arrays)
+    refuse_8_bits("gated_mlp", "mgpu_ops.fp8_gated_mlp", *arrays)
     x, w_gate, w_up, w_down, *residual = arrays
     gate = matmul(x, w_gate, backend=call.backend)
     hidden, up = batchable(dataclasses.replace(call, stored=True))(x, w_up, gate)
