@@ -420,7 +420,8 @@ def _fold(size: int, batched: Any, arrays: tuple[Any, ...], whole_bias: bool = F
     scales: Any = None
     if inputs.kv_scales is not None:
         scales = tuple(fold_shared(x, of, False) for x, of in zip(inputs.kv_scales, mapped.kv_scales, strict=True))
-    others = Inputs(inputs.options, lengths, segments, bias, sinks, kv_scales=scales)
+    options = inputs.options[0] if mapped.options else inputs.options  # all the same, as numbers of the call
+    others = Inputs(options, lengths, segments, bias, sinks, kv_scales=scales)
     if inputs.page_table is not None:
         (k, v), table = _fold_pages(size, (k, v), batched[1:3], fold(inputs.page_table, mapped.page_table))
         return fold(q, batched[0]), k, v, dataclasses.replace(others, page_table=table)

@@ -655,6 +655,24 @@ def test_gradients_of_each_call_of_a_vmap(assert_near):
             assert_near(gradients[x][i], wanted[x], TOLERANCE["float32"])
 
 
+def test_vmap_of_a_cond_maps_the_scale_too(assert_near):
+    """JAX maps whatever the branches of a mapped condition read."""
+    q, k, v = (jnp.stack([x, x[::-1]]) for x in qkv(LONGER))
+    f = functools.partial(flash_attention, causal=True, scale=0.4, soft_cap=3.0)
+
+    def out_and_gradients(q: Any, k: Any, v: Any) -> Any:
+        out, pull = jax.vjp(f, q, k, v)
+        return out, *pull(out)
+
+    def either(yes: Any, *arrays: Any) -> Any:
+        return jax.lax.cond(yes, out_and_gradients, lambda *arrays: tuple(2 * x for x in out_and_gradients(*arrays)), *arrays)
+
+    found = jax.vmap(either)(jnp.array([True, False]), q, k, v)
+    for i in range(2):
+        for x, wanted in zip(found, out_and_gradients(q[i], k[i], v[i])):
+            assert_near(x[i], (1 + i) * wanted, TOLERANCE["float32"])
+
+
 def test_nested_vmap_over_other_axes(assert_near):
     shape = Shape(batch=6, q_tokens=3, kv_tokens=4, q_heads=1, kv_heads=1, head_dim=2)
     q, k, v = (x.reshape(2, 3, *x.shape[1:]) for x in qkv(shape))
