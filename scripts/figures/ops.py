@@ -154,10 +154,12 @@ def flash_attention(results: Path) -> Iterator[str]:
 
 
 def gated_matmul(results: Path) -> Iterator[str]:
-    forward = problems(results, "h200-gated_matmul-.*")
+    found = problems(results, "h200-gated_matmul-.*")
+    gradients = [p for p in found if p.name.endswith("-gradient")]
     yield from HEAD
-    yield line("forward", "XLA (two products, cuBLAS)", forward, "xla")
-    yield from sources(*files(forward))
+    yield line("forward", "XLA (two products, cuBLAS)", [p for p in found if p not in gradients], "xla")
+    yield line("gradients of gate and up", "XLA (two products, cuBLAS)", gradients, "xla")
+    yield from sources(*files(found))
 
 
 def quantized_matmul(results: Path) -> Iterator[str]:
