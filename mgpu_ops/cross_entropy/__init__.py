@@ -146,7 +146,7 @@ def _backward(call: _Call, saved: Any, gradients: tuple[jax.Array, jax.Array]) -
     """By the kernel: exp(x - lse) (dloss + dlse) - (v == label) dloss, without dloss where the label is negative."""
     logits, labels, lse = saved
     dloss, dlse = gradients
-    of_loss = jnp.where(labels < 0, 0, jnp.where(labels < logits.shape[1], dloss, dloss * jnp.nan))
+    of_loss = _counted(dloss, labels, logits.shape[1])
     # In a larger program nothing reads the logits after this; where something does, XLA copies them.
     again = dataclasses.replace(call, config=None, gradient=True, in_place=isinstance(logits, jax.core.Tracer))
     return _batchable(again)(logits, labels, lse, of_loss + dlse, of_loss), None
@@ -186,7 +186,7 @@ def _within(labels: jax.Array, number: jax.Array, words: int) -> jax.Array:
 
 
 def _counted(loss: jax.Array, labels: jax.Array, vocabulary: int) -> jax.Array:
-    """The loss, but 0 of negative labels, and NaN of those beyond the vocabulary."""
+    """The loss, or its gradient, but 0 of negative labels, and NaN of those beyond the vocabulary."""
     return jnp.where(labels < 0, 0, jnp.where(labels < vocabulary, loss, jnp.nan))
 
 

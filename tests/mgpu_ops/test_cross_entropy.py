@@ -107,6 +107,15 @@ def test_negative_labels_do_not_count_and_labels_beyond_the_vocabulary_are_nan(b
     np.testing.assert_allclose(np.asarray(z)[~wrong], jax.nn.softmax(logits())[~wrong], rtol=1e-5, atol=1e-7)
 
 
+def test_jaxs_debug_nans_passes_labels_that_count_and_tells_of_others() -> None:
+    loss = lambda x, labels: cross_entropy(x, labels).sum()  # noqa: E731
+    with jax.debug_nans(True):
+        gradient = jax.grad(loss)(logits(), np.r_[-1, LABELS[1:]])
+        with pytest.raises(FloatingPointError, match="nan"):
+            jax.grad(loss)(logits(), np.r_[384, LABELS[1:]])
+    assert np.isfinite(gradient).all()
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64])
 def test_labels_of_any_integer_dtype_mean_the_same(dtype: Any) -> None:
     labels = np.array([0, 127, 3, 5, 100, 64, 2], dtype)
