@@ -114,8 +114,8 @@ def flash_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """out[b, t, n] = sum_s w[s] v[b, s, n'], w = softmax over visible s of scale q[b, t, n] . k[b, s, n'] + bias[b, n, t, s].
 
-    n' is n's head of keys: n // (q heads / kv heads). The layout is that of `jax.nn.dot_product_attention`. Row t is aligned
-    with key t + kv_tokens - q_tokens: the last query with the last key.
+    n' is the KV head of query head n: n // (q_heads / kv_heads). The layout is that of `jax.nn.dot_product_attention`. Row t is
+    aligned with key t + kv_tokens - q_tokens: the last query with the last key.
 
     Args:
       q: [batch, q_tokens, q_heads, head_dim], or without batch. bfloat16 or float16 and head_dim up to 256 for the kernels (64,
@@ -145,21 +145,21 @@ def flash_attention(
         kv_heads, head_dim] each, and key s of entry b is token s % page_size of page page_table[b, s // page_size]; kv_lengths
         says how many keys an entry has. The table's entries for pages past a length, and those pages, are ignored, whatever
         they hold; an entry that does count and is out of range counts as the nearest page. The kernel takes pages of 16, 32,
-        64, 128 or 256 tokens, a head_dim that needs no padding, and up to 256 query tokens times query heads of a head of
-        keys, without bias, mask and segments; everything else runs through XLA, which gathers the pages. There is no gradient.
+        64, 128 or 256 tokens, a head_dim that needs no padding, and up to 256 query tokens times query heads per KV
+        head, without bias, mask and segments; everything else runs through XLA, which gathers the pages. There is no gradient.
       k_scale, v_scale: floats above 0, a scalar, [kv_heads] or [batch, kv_heads]; 1 by default. With keys and values of 8 bits
         the scores are those of k k_scale, the output that of v v_scale. The kernel takes head_dim 64, 128 or 256 and up to 256
-        query tokens times query heads of a head of keys, without bias, mask and segments, and multiplies them as float16: a
-        query of 65520 or more is infinite there. Otherwise k k_scale and v v_scale are rounded to q's dtype first. There is no
+        query tokens times query heads per KV head, without bias, mask and segments, and multiplies in float16: a query of 65520
+        or more is infinite there. Otherwise k k_scale and v v_scale are rounded to q's dtype first. There is no
         gradient.
-      return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32, for a
-        row that sees nothing its head's sink, or -inf without sinks. Differentiable.
+      return_lse: also return the natural logarithm of each row's sum of exponentials, [batch, q_heads, q_tokens] float32; for a
+        row that sees nothing, its head's sink, or -inf without sinks. Differentiable.
       deterministic: the gradients are bitwise equal from run to run; slower, and never by cuDNN.
       config, backward_config: run the kernels with these instead of the database's.
       backend: "mosaic" (the kernels; a Hopper GPU), "interpret" (the kernels in JAX's GPU interpreter, with race detection;
         any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
         and otherwise "xla", logging once why. Where cuDNN is known to be faster and computes the same, it runs instead of the
-        kernel, the backward pass (unless `return_lse`) apart from the forward one; not where a backend or a config is named.
+        kernel, unless a backend or a config is named. Forward and (unless `return_lse`) backward pass choose separately.
 
     Returns:
       [batch, q_tokens, q_heads, v_head_dim] of q's dtype: zeros, with zero gradients, for a row that sees nothing. Scores below

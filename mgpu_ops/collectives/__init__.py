@@ -69,11 +69,11 @@ def all_reduce(
         compiled and simulated, never yet run on hardware by us), or "xla". By default the kernels run where a config is stored
         for as many GPUs and about as many bytes, unless it says that XLA is faster; else XLA. NCCL_NVLS_ENABLE=0 and
         MGPU_OPS_MULTICAST=0 forbid multimem.
-      across: those of several axes that lie between hosts; by default what the job's processes say. Hosts reduce by themselves
-        first, then XLA's all-reduce goes across, each device with its part.
+      across: which of several axes lie between hosts; by default found from the job's processes. Each host reduces and
+        scatters, XLA's all-reduce sums the parts across hosts, and each host gathers.
       config: runs the kernel with this CollectiveConfig instead of the database's.
-      workspace: of `collective_workspace`, for this axis, open. What fits in it is one plain kernel, the fastest way for small
-        x, and has no gradient; the rest, and other machines, do without it.
+      workspace: of `collective_workspace`, for this axis, open. A payload that fits in it is reduced by one plain kernel, the
+        fastest way for small x, without a gradient. Larger ones, and other machines, do not use it.
       backend: "mosaic", "interpret" (any machine, slow, finds data races) or "xla".
       debug: each device reports on the host that it has arrived, and waits for the others there first. Where one does not come
         within $MGPU_OPS_DEBUG_TIMEOUT seconds (default 60), the call ends in an error that names it, instead of a hang. The

@@ -88,12 +88,12 @@ def collective_workspace(mesh: Mesh, axis_name: str | Sequence[str], payload_byt
 
     Args:
       mesh: its devices run the same programs in the same order, as those of one process do when one thread dispatches them.
-        After a program that failed on some of them, make a new workspace: they no longer agree on how many calls there were. In
-        a job of several processes, with JAX's memory allocators cuda_async and vmm, and without GPUs, collectives go the usual
-        way.
+        If a program failed on some of them, make a new workspace: they no longer agree on how many calls there were. The
+        workspace is not used in a job of several processes, with JAX's memory allocators cuda_async or vmm, or without
+        GPUs.
       axis_name: the axis, or several, of the collectives. Others need a workspace of their own.
-      payload_bytes: of the largest all_reduce that uses it; larger ones go the usual way. By default 1 MiB, the most. For n
-        devices it takes 4 n times as much memory on each.
+      payload_bytes: of the largest all_reduce that uses it; larger ones run without it. By default 1 MiB, the maximum. For n
+        devices the workspace takes 4 n times as much memory on each.
 
     Raises:
       TypeError: a mesh without devices. ValueError: an axis that the mesh has not, no bytes, or more than 1 MiB.

@@ -57,19 +57,20 @@ def embedding(
     """table[tokens], whose gradient is one pass over the table and sums in float32.
 
     Args:
-      table: floats [vocabulary, width]. For the kernel bfloat16 or float16 with a width that is a multiple of 256.
-      tokens: integers [...] of any dtype. One that is out of range counts as the nearest.
+      table: floats [vocabulary, width]. For the kernel bfloat16 or float16 with a width that is a multiple of 256,
+        up to 8192.
+      tokens: integers [...] of any dtype. One that is out of range counts as the nearest valid one.
       config: runs the gradient's kernel with this Config instead of the database's.
       backend: of the gradient: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race
         detection; any machine, slow), "xla" (`reference`, a scatter that adds in float32). Default: $MGPU_OPS_BACKEND, else
-        "mosaic" where GPU and problem allow it and XLA is not known or predicted to be faster. Else XLA: the scatter that JAX
-        itself has for table[tokens], which rounds each sum, where the kernel could run, otherwise that in float32.
+        "mosaic" where GPU and problem allow it and XLA is not known or predicted to be faster. If XLA is, it runs JAX's own
+        scatter for table[tokens], which rounds each sum; if the kernel cannot run, the scatter in float32.
 
     Returns:
       [..., width] of the table's dtype. XLA gathers it, whatever the backend.
 
-    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps the tokens alone. With the kernel the sum of a
-    word's tokens is rounded once, and the same from run to run.
+    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps only the tokens. With the kernel, each row of
+    the gradient is rounded once, and is the same from run to run.
 
     Raises:
       ValueError: a table of another rank, an empty vocabulary, an unknown backend, a config that cannot run.

@@ -40,7 +40,7 @@ def dot_general(
     `matmul` runs two arrays of bfloat16 or float16 and known dimensions, with a result of their dtype or float32, no
     `out_sharding`, no explicit mesh axes, and any precision (their products are exact in float32), where each operand can be
     read in place: batch dimensions first and alike in both, contracted dimensions side by side, first or last of what is left.
-    So are those of dense layers and their gradients. float32 likewise, where its kernel would run, with `matmul`'s meaning of
+    Dense layers and their gradients are such. float32 runs too, where its kernel would run, with `matmul`'s meaning of
     `precision`. All else, and every error in the arguments, is JAX's own.
 
     Where `matmul` runs, two things differ from JAX: gradients are products of cotangents rounded to the operands' dtype, and

@@ -28,8 +28,8 @@ def einsum(
     """`jax.numpy.einsum` with its arguments, each of its products through `mgpu_ops.dot_general`.
 
     The order of the products is JAX's: `optimize` and `jax.numpy.einsum_path` mean the same. Which of them `matmul` runs, and
-    what differs from JAX then, says `dot_general`; products with a batch dimension that is not first in both operands, and sums
-    that are no products, are JAX's own.
+    what differs from JAX then, is described at `dot_general`. Products with a batch dimension that is not first in both
+    operands, and sums that are no products, are JAX's own.
 
     Example: `einsum("btf,fh->bth", x, w)` is a dense layer, and one product of b t rows.
 
