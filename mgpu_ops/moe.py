@@ -278,12 +278,14 @@ def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
     inner = max(1, min(blocks, _BLOCKS))
     padding = -keys.size % (inner * _BLOCK)
     of_block = jnp.pad(keys, (0, padding), constant_values=buckets).reshape(-1, inner, _BLOCK)  # the padding is in no bucket
-    counts = (of_block[:, :, None, :] == _numbers(buckets)[:, None]).sum(3, dtype=jnp.int32)  # [outer, blocks, buckets]
+    bucket = _numbers(buckets)[None, None, :, None]
+    counts = (of_block[:, :, None, :] == bucket).sum(3, dtype=jnp.int32)  # [outer, blocks, buckets]
     whole = counts.sum(1, dtype=jnp.int32)
     sizes = whole.sum(0, dtype=jnp.int32)
-    before = _before(counts, 1) + (_before(whole, 0) + _before(sizes, 0))[:, None]  # the bucket's first place in the block
-    earlier = _numbers(_BLOCK)[:, None] > _numbers(_BLOCK)
-    rank = ((of_block[..., :, None] == of_block[..., None, :]) & earlier).sum(3, dtype=jnp.int32)
+    smaller = _before(sizes, 0)[None]
+    before = _before(counts, 1) + (_before(whole, 0) + smaller)[:, None]  # the bucket's first place in the block
+    same = of_block[..., :, None] == of_block[..., None, :]
+    rank = (same & _earlier(same.shape)).sum(3, dtype=jnp.int32)
     first = jnp.take_along_axis(before, of_block, axis=2, mode="clip")
     return (first + rank).reshape(-1)[: keys.size], sizes
 
@@ -291,8 +293,14 @@ def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
 def _before(x: jax.Array, axis: int) -> jax.Array:
     """The sums along an axis of what comes before each element, in one pass. A cumulative sum would be many small steps."""
     x = jnp.moveaxis(x, axis, -1)
-    earlier = _numbers(x.shape[-1])[:, None] > _numbers(x.shape[-1])
+    earlier = _earlier((*x.shape, x.shape[-1]))
     return jnp.moveaxis(jnp.where(earlier, x[..., None, :], 0).sum(-1, dtype=jnp.int32), -1, axis)
+
+
+def _earlier(shape: tuple[int, ...]) -> jax.Array:
+    """Whether an element of the last dimension comes before that of the one before it."""
+    of, other = (lax.broadcasted_iota(jnp.int32, shape, len(shape) - i) for i in (2, 1))
+    return of > other
 
 
 def _numbers(size: int) -> jax.Array:

@@ -53,9 +53,9 @@ def divided(x: jax.Array, rows: jax.Array, epsilon: jax.Array) -> jax.Array:
 
 
 def factors(rows: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """1 / sqrt(mean of rows^2 + epsilon), [..., 1], in float32 at least."""
+    """1 / sqrt(mean of rows^2 + epsilon[0]), [..., 1], in float32 at least."""
     wide = rows.astype(np.promote_types(rows.dtype, np.float32))
-    return lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon)
+    return lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + epsilon[0])
 
 
 def supports_rows(rows: jax.Array) -> str | None:

@@ -280,7 +280,7 @@ class _ThreadBlock:
         k_stages, v_stages = split_stages(self.c)
 
         def load(step: jax.Array, _: None) -> None:
-            pl.when(step >= _knows_first(self.p))(lambda: self._load("k", step))
+            pl.when(step >= int(_knows_first(self.p)))(lambda: self._load("k", step))
             pl.when(step < v_stages)(lambda: self._load("v", step))
 
         lax.fori_loop(0, jnp.minimum(self.steps, k_stages), load, None)
@@ -526,6 +526,8 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     def body(*given: Any, accumulators: Any, memory: Any, barriers: dict[str, Any], **smem: Any) -> None:
         of, (out, lse) = jax.tree.unflatten(tree, given[: len(flat)]), given[len(flat) :]
+        engine.load_whole_lines(of.k, columns=p.head_dim)
+        engine.load_whole_lines(of.v, columns=p.v_dim)
         given_inputs = of.optional.inputs
         if p.lengths:
             lengths = given_inputs.lengths

@@ -292,7 +292,7 @@ def _any_equal(ids: jax.Array, others: jax.Array, first: jax.Array, last: Int) -
     """
     pairs = ids.size * others.shape[1] if isinstance(ids.shape[0], int) else math.inf
     if pairs <= FEW_PAIRS:
-        place = jnp.arange(others.shape[1], dtype=jnp.int32)
+        place = jnp.arange(others.shape[1], dtype=jnp.int32)[None, None]
         in_range = (first[..., None] <= place) & (place <= jnp.broadcast_to(last, ids.shape)[..., None])
         return (in_range & (ids[..., None] == others[:, None])).any(-1)
     order = jnp.argsort(others, axis=1, stable=True).astype(jnp.int32)

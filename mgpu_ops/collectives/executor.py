@@ -279,7 +279,7 @@ class _Block:
             self.store_chunk(move, first + i * blocks, result)
             # The next load overwrites a stage of the inbox. Registers have just read this chunk's. Without a reduction
             # TMA reads it still: then the load takes the stage of the chunk before, whose stores have read it after this wait.
-            ahead = i + stages - (not reduces)
+            ahead = i + (stages if reduces else stages - 1)
             if not reduces:
                 plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
             pl.when((ahead < count) & (ahead >= stages))(lambda: load(ahead))

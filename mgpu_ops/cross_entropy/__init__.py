@@ -228,7 +228,7 @@ def reference(problem: Problem, logits: jax.Array, labels: jax.Array, *rows: jax
     wide = logits.astype(np.promote_types(problem.dtype, np.float32))
     if problem.gradient:
         lse, p, q = (x[:, None] for x in rows)
-        at_label = jnp.arange(problem.vocabulary) == labels[:, None]
+        at_label = jnp.arange(problem.vocabulary)[None] == labels[:, None]
         return (jnp.exp(wide - lse) * p - jnp.where(at_label, q, 0)).astype(problem.dtype)
     lse = jax.nn.logsumexp(wide, axis=1)
     seen = jnp.clip(labels, 0, problem.vocabulary - 1)

@@ -68,7 +68,7 @@ def _pass(rows: jax.Array, each: jax.Array, place: Callable[[jax.Array], jax.Arr
     start = jnp.where(left > 0, _before(each)[index] + first, 0)
     wide, nth = np.promote_types(rows.dtype, np.float32), jnp.arange(_AT_ONCE, dtype=jnp.int32)[:, None]
     # XLA would work out the places of a row's elements for each of them again.
-    places, left = lax.optimization_barrier((place(start + jnp.where(nth < left, nth, 0)), left))
+    places, left = lax.optimization_barrier((place(start[None] + jnp.where(nth < left[None], nth, 0)), left))
 
     def row(i: int) -> jax.Array:
         found = rows.at[places[i]].get(mode="promise_in_bounds")

@@ -97,8 +97,8 @@ def largest_first(sizes: jax.Array, rows: int, group_offset: bool) -> jax.Array:
     larger = (sizes[None, :] > sizes[:, None]) | ((sizes[None, :] == sizes[:, None]) & before)
     place = larger.sum(1, dtype=jnp.int32)
     words = jnp.stack([number, starts, jnp.minimum(sizes, rows - starts)])
-    chosen = place == jnp.arange(sizes.size + 1, dtype=jnp.int32)[:, None, None]
-    return jnp.where(chosen, words, 0).sum(2, dtype=jnp.int32).reshape(-1)
+    chosen = place[None, None] == jnp.arange(sizes.size + 1, dtype=jnp.int32)[:, None, None]
+    return jnp.where(chosen, words[None], 0).sum(2, dtype=jnp.int32).reshape(-1)
 
 
 def in_a_group(sizes: jax.Array, rows: int, group_offset: bool) -> jax.Array:

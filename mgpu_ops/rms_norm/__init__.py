@@ -182,7 +182,7 @@ def reference(problem: Problem, x: jax.Array, w: jax.Array, epsilon: jax.Array, 
     dtype = np.promote_types(problem.dtype, np.float32)
 
     def norm(x: jax.Array, w: jax.Array) -> jax.Array:
-        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon[0].astype(dtype)) * w
+        return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon[0].astype(dtype)) * w[None]
 
     if not problem.gradient:
         return norm(x.astype(dtype), w.astype(dtype)).astype(problem.dtype)

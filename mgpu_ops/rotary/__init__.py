@@ -288,7 +288,7 @@ def reference(problem: Problem, *arrays: jax.Array) -> Any:
         return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
 
     def normalised(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return x * factors(x, norms[-1].astype(dtype)) * weight
+        return x * factors(x, norms[-1].astype(dtype)) * weight[None, None]
 
     def parts(joined: jax.Array) -> list[jax.Array]:
         return jnp.split(joined, (p.heads, p.rotated), 1)

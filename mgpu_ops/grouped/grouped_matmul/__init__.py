@@ -418,7 +418,7 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
     def scaled(values: jax.Array, group: Any, rows: jax.Array) -> jax.Array:
         """Times the scales of operands, or of rows and columns."""
         if p.scales == "tensor":
-            values *= extra["scale_lhs"] * extra["scale_rhs"][group]
+            values *= extra["scale_lhs"][0] * extra["scale_rhs"][group]
         if p.scales == "row":
             values *= extra["scale_lhs"][rows][:, None]
             values *= extra["scale_rhs"][group][None]

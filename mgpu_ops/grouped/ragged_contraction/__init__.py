@@ -204,7 +204,7 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
 
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.groups, p.k, p.n), wide), lhs)
     done = zeros if 0 in (p.m, p.n, p.k) else for_each_block(sizes, p.m, block, zeros, p.group_offset)
-    return (done * scale[0] if scale else done).astype(p.out_dtype)
+    return (done * scale[0][0] if scale else done).astype(p.out_dtype)
 
 
 def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *_: jax.Array) -> jax.Array:

@@ -329,7 +329,7 @@ def scaled_product(p: Product, x: jax.Array, w: jax.Array, scales: jax.Array, *z
     alone = bool(p.group_size) and not (p.bias or p.residual)
     sums = np.dtype(p.out_dtype) if alone else wide
     out = jnp.matmul(x.astype(dtype), weights.mT if p.layout == "nt" else weights, preferred_element_type=sums)
-    return out if p.group_size else out * scales.astype(wide)
+    return out if p.group_size else out * scales.astype(wide)[None]
 
 
 def launch(problem: Problem, config: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool = False) -> Any:
