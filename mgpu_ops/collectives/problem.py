@@ -56,8 +56,8 @@ class Problem:
 class Config:
     """How the kernel works. Tuned; none of the fields changes the answer by more than rounding.
 
-    algorithm: one of schedules.py's; or "xla", for which the other fields have no meaning: XLA runs, as it does where an entry
-      says so by its times.
+    algorithm: "one_shot", "ring" or another one of schedules.py. Or "xla": XLA runs, as it does where an entry says so by its
+      times, and the other fields have no meaning.
     blocks: thread blocks a device, all of which must be resident at once.
     chunk: bytes that a block moves at a time.
     stages: chunks in flight in a block.

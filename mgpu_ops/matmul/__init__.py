@@ -101,7 +101,7 @@ def matmul(
       b: B, [..., k, n], or [..., n, k] with `transpose_b`, of a's dtype; the two 8-bit floats mix.
       scale_a, scale_b: what the operands were divided by, float32 (`mgpu_ops.quantize`). Numbers; or of the rows of A and the
         columns of B, [..., m] or [..., m, 1] and [..., n] or [..., 1, n]; or of blocks of 1 x 128 and 128 x 128,
-        [..., m, k / 128] and [..., n / 128, k / 128], rounded up. Default: 1. A number goes with any of them.
+        [..., m, k / 128] and [..., n / 128, k / 128], rounded up. Default: 1. One may be a number, whatever the other is.
       bias: [n] floats. Default: none.
       activation: "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf" of float32 values. Default: none.
       residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.
@@ -112,16 +112,16 @@ def matmul(
         without an epilogue. "float32" keeps the accumulator as it is.
       preferred_element_type: another name for out_dtype, as in `jax.numpy.matmul`.
       precision: how float32 is multiplied, as in `jax.numpy.matmul`, by default as `jax.default_matmul_precision` says: a name
-        below, a `jax.lax.Precision`, or a `jax.lax.DotAlgorithmPreset`. No matter for 16 bits, whose products are exact.
+        below, a `jax.lax.Precision`, or a `jax.lax.DotAlgorithmPreset`. Has no effect on 16 bits, whose products are exact.
       transpose_a, transpose_b: the operand is stored transposed; it is read in place, not copied.
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection;
         any machine, slow), "xla" (`reference`). Default: $MGPU_OPS_BACKEND, else "mosaic" where GPU and problem allow it
         and XLA is not known or predicted to be faster, otherwise "xla", and the log says why.
 
-    Leading dimensions are those of `jax.numpy.matmul`. Those of a alone are more rows of one product; else they are a batch of
-    products in one launch, which all read an operand that has none. Where both operands have some and they differ, they are
-    broadcast, which copies. A vector a or b is a row or column; n = 1 runs through XLA.
+    Leading dimensions are those of `jax.numpy.matmul`. If only a has some, they become more rows of one product. Otherwise they
+    are a batch of products in one launch; an operand without them is shared by all. Where both operands have some and they
+    differ, they are broadcast, which copies. A vector a or b is a row or column; n = 1 runs through XLA.
 
     Returns:
       [..., m, n] of out_dtype, without m or n where a or b is a vector. Over a k of zero the product is zeros, as in
@@ -147,14 +147,14 @@ def matmul(
     b, and with an activation A B + bias: the kernel then stores that, rounded to out_dtype, and XLA applies activation and
     residual. `jax.checkpoint` computes it again instead.
 
-    There is no gradient of operands of 8 bits: JAX would have it in their 8 bits, without a scale of its own, where most of it
-    is lost. `mgpu_ops.fp8_matmul` of the numbers before `mgpu_ops.quantize` has one. Nor is there one with scales of wider
-    operands, which a product of the operand or the result with the scale has.
+    8-bit operands have no gradient: JAX would return it in 8 bits without a scale, where most of it is lost. Call
+    `mgpu_ops.fp8_matmul` on the numbers before `mgpu_ops.quantize` instead. Nor is there a gradient with scales of 16-bit or
+    float32 operands: multiply the operand or the result by the scale instead.
 
     Raises:
       ValueError: shapes or dtypes that do not fit each other, an unknown activation or backend, a config that cannot run, a
-        gradient that there is not, known scales that are not finite. Traced scales, as under jit, are not known: the result has
-        what arithmetic makes of them, and `jax.config.update("jax_debug_nans", True)` tells where the first NaN comes from.
+        gradient that there is not, known scales that are not finite. Traced scales, as under jit, are not checked: a NaN in
+        the result may come from them, and `jax.config.update("jax_debug_nans", True)` tells where the first one arises.
       TypeError: not arrays of floats, nor a and b of int8.
 
     Source: the kernel's own, in mgpu_ops/matmul/kernel.py; measurements in docs/kernels/matmul.md.
