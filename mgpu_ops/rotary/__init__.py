@@ -186,7 +186,7 @@ def rotary_qkv(
     rows, cos, sin = call.checked("rotary_qkv", qkv, cos, sin)
     lead, head_dim = np.shape(qkv)[:-1], rows.shape[-1]
     call, weights = call.with_norms("rotary_qkv", head_dim, q_norm, k_norm, epsilon)
-    q, k, v = (_normalised if weights else _apart)(call, *mesh.same_mesh_axes(rows, cos, sin, *weights))
+    q, k, v = (_normalised if weights else _turned)(call, *mesh.same_mesh_axes(rows, cos, sin, *weights))
     return q.reshape(*lead, heads, head_dim), k.reshape(*lead, kv_heads, head_dim), v.reshape(*lead, kv_heads, head_dim)
 
 
@@ -194,13 +194,19 @@ def _run(call: RotaryCall, *arrays: jax.Array) -> Any:
     return call.run(*arrays)
 
 
-def _forward(call: RotaryCall, qkv: jax.Array, *others: jax.Array) -> Any:
-    return call.run(qkv, *others), (others if call.epsilon is None else (qkv, *others))
+def _forward(call: RotaryCall, *arrays: jax.Array) -> Any:
+    return _turned(call, *arrays), arrays[-2:]
 
 
-def _backward(call: RotaryCall, saved: Any, gradients: Any) -> tuple[jax.Array, ...]:
-    joined = call.backward().run(*gradients, *saved)
-    return joined, *map(jnp.zeros_like, saved)
+def _backward(call: RotaryCall, turns: Any, gradients: Any) -> tuple[jax.Array, ...]:
+    """The other way round; the gradient of that is the call itself."""
+    back = dataclasses.replace(call, config=None, gradient=not call.gradient)
+    given = _turned(back, *jax.tree.leaves(gradients), *turns)
+    return *jax.tree.leaves(given), *map(jnp.zeros_like, turns)
+
+
+def _forward_of_norms(call: RotaryCall, *arrays: jax.Array) -> Any:
+    return call.run(*arrays), arrays
 
 
 def _backward_of_norms(call: RotaryCall, saved: Any, gradients: Any) -> tuple[jax.Array, ...]:
@@ -211,10 +217,10 @@ def _backward_of_norms(call: RotaryCall, saved: Any, gradients: Any) -> tuple[ja
     return joined, *map(jnp.zeros_like, (cos, sin)), *weights
 
 
-_apart = jax.custom_vjp(_run, nondiff_argnums=(0,))
-_apart.defvjp(_forward, _backward)
+_turned = jax.custom_vjp(_run, nondiff_argnums=(0,))
+_turned.defvjp(_forward, _backward)
 _normalised = jax.custom_vjp(_run, nondiff_argnums=(0,))
-_normalised.defvjp(*first_order("rotary_qkv with norms", _forward, _backward_of_norms))
+_normalised.defvjp(*first_order("rotary_qkv with norms", _forward_of_norms, _backward_of_norms))
 
 
 def _rule(call: RotaryCall, *_: jax.Array) -> partition.Rule:

@@ -168,6 +168,19 @@ def test_result_and_gradient_are_those_in_float32(backend, assert_near):
     assert_near(found, wanted, 1.5e-2)  # cotangents are rounded to bfloat16
 
 
+def test_the_gradient_has_a_gradient_mapped_or_not(assert_near):
+    qkv = normal(0, 2, TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+
+    def penalty(f: Any, qkv: jax.Array) -> jax.Array:
+        loss = lambda x: sum(jnp.sin(y).sum() for y in f(x, *turns()))  # noqa: E731
+        return (jax.grad(loss)(qkv) ** 2).sum()
+
+    ours_of = functools.partial(rotary_qkv, heads=HEADS, kv_heads=KV_HEADS)
+    found, wanted = (jax.jit(jax.grad(functools.partial(penalty, f))) for f in (ours_of, written_out))
+    assert_near(found(qkv), wanted(qkv), 1e-5)
+    assert_near(jax.vmap(found)(qkv), wanted(qkv), 1e-5)
+
+
 def norms(seed: int = 0, head_dim: int = HEAD_DIM, dtype: Any = F32) -> dict[str, jax.Array]:
     """Weights of both norms, which are different."""
     q_norm, k_norm = 1 + 0.3 * normal(seed, 2, head_dim)
