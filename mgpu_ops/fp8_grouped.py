@@ -18,6 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.grouped.calls import checked_sizes, checked_spread
 from mgpu_ops.grouped.grouped_matmul import Call, product
 from mgpu_ops.grouped.ragged_contraction import Call as ContractionCall
@@ -176,4 +177,4 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Arr
     return dlhs, drhs.astype(call.rhs_dtype), None
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(*first_order("fp8_grouped_matmul", _forward, _backward))

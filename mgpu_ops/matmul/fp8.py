@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh, order
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.matmul import Call, like_the_result, matmul, products, quantizing
 from mgpu_ops.matmul.arguments import checked_bias, float_dtype
 from mgpu_ops.matmul.rounding import scale_of, scale_or_one
@@ -284,7 +285,7 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     return dx, dw, new, *(more[name] for name in call.epilogue)
 
 
-_product.defvjp(_forward, _backward)
+_product.defvjp(*first_order("fp8_matmul", _forward, _backward))
 
 
 # --- Delayed scaling ----------------------------------------------------------------------------------------------------

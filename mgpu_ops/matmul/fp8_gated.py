@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 
 from mgpu_ops import floats
 from mgpu_ops.core import mesh, order
+from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.matmul import like_the_result
 from mgpu_ops.matmul.fp8 import (
     E4M3,
@@ -187,4 +188,4 @@ def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     return (new, dx, *weights, *[g] * call.residual)
 
 
-_mlp.defvjp(_forward, _backward)
+_mlp.defvjp(*first_order("fp8_gated_mlp", _forward, _backward))

@@ -23,6 +23,10 @@ FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "rotary_qkv with norms": lambda x: mgpu_ops.rotary_qkv(
         x.reshape(16, 256), ANGLES, ANGLES, heads=2, kv_heads=1, q_norm=X[0], k_norm=X[0]
     )[0],
+    "fp8_matmul": lambda x: mgpu_ops.fp8_matmul(x, W[0]),
+    "fp8_gated_mlp": lambda x: mgpu_ops.fp8_gated_mlp(x, *W[:3]),
+    "fp8_grouped_matmul": lambda x: mgpu_ops.fp8_grouped_matmul(x, W[:1], [64]),
+    "fp8_moe": lambda x: mgpu_ops.fp8_moe(x, x[:, :4], W, W, W, 2),
     "cross_entropy": lambda x: mgpu_ops.cross_entropy(x, jnp.zeros(64, int)),
     "rms_norm": lambda x: mgpu_ops.rms_norm(x, X[0]),
     "embedding": lambda x: mgpu_ops.embedding(x, jnp.arange(2)),
