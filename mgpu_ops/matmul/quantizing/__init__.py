@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.jax_names import Layout, with_layout_constraint
@@ -185,6 +186,9 @@ def _both(p: Problem, x: jax.Array) -> tuple[tuple[jax.Array, str], tuple[jax.Ar
 
 
 def _rows_first(x: jax.Array) -> jax.Array:
+    """Stored row by row on a GPU. Elsewhere as XLA likes: what says so is in no program that `jax.export` writes."""
+    if gpus.current() is None:
+        return x
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 

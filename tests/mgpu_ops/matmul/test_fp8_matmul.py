@@ -263,6 +263,14 @@ def test_bad_input_is_told(changes, error, reason):
         fp8_matmul(**{"x": x, "w": w, **changes})
 
 
+def test_an_exported_program_has_the_gradients_of_the_call():
+    arrays = operands(dtype=F32)
+    step = jax.jit(jax.grad(lambda x, w: jnp.sin(fp8_matmul(x, w)).sum(), (0, 1)))
+    written = jax.export.export(step, platforms=["cpu", "cuda"])(*arrays).serialize()
+    for found, wanted in zip(jax.export.deserialize(written).call(*arrays), step(*arrays)):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_history_of_no_length_is_refused():
     with pytest.raises(ValueError, match="amax_history_length=0 must be an integer of 1 or more"):
         Fp8State.init(0)
