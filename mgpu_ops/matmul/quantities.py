@@ -40,11 +40,11 @@ def _of_16_bits(dtype: str) -> str:
 
 def scale_shapes(p: Problem) -> tuple[tuple[int, ...], ...]:
     """The shapes of scale_a and scale_b of one product; none without scales."""
-    parts = math.ceil(p.k / BLOCK)
+    columns, parts = (-(-size // BLOCK) for size in (p.n, p.k))  # of symbolic sizes too, as an exported function may have
     return {
         "tensor": ((1,), (1,)),
         "row": ((p.m,), (p.n,)),
-        "block": ((p.m, parts), (math.ceil(p.n / BLOCK), parts)),
+        "block": ((p.m, parts), (columns, parts)),
     }.get(p.scales, ())
 
 

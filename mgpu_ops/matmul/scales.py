@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 
@@ -24,9 +22,9 @@ def checked_scales(scales: Pair, sides: tuple[int, int, int], leads: tuple[Shape
         return "none", (None, None)
     a, b = (jnp.ones((), jnp.float32) if x is None else x for x in (a, b))
     m, n, k = sides
-    parts = math.ceil(k / BLOCK)
+    parts = -(-k // BLOCK)
     of_a, of_b = leads
-    blocks_b = math.ceil(n / BLOCK)
+    blocks_b = -(-n // BLOCK)
     shapes: dict[str, tuple[list[Shape], list[Shape]]] = {  # of scale_a and of scale_b; the first is that of the op's array
         "tensor": ([(1,)], [(1,)]),
         "row": ([(*of_a, m), (*of_a, m, 1)], [(*of_b, n), (*of_b, 1, n)]),

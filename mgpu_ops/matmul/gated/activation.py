@@ -134,7 +134,8 @@ def _batchable(call: _Call) -> Any:
 
 def run_gated_activation(activation: Activation, backend: dispatch.Backend | None, *arrays: jax.Array) -> jax.Array:
     """Of gate_up, and rows and epsilon [1]. Where no backend is asked for, by the kernel if it can run and rows are few."""
-    if backend is None and arrays[0].shape[0] > FEW:
+    rows = arrays[0].shape[0]
+    if backend is None and not (isinstance(rows, int) and rows <= FEW):  # an exported function may have a symbolic number
         return reference(activation, *arrays)
     of = f"of gate_up{arrays[0].shape}"
     choice = dispatch.choose_for("gated_activation", of, lambda device: supports(device, *arrays), backend)

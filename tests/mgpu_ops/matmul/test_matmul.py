@@ -287,6 +287,16 @@ def test_vmap_maps_any_of_the_arrays(names, assert_near):
     assert_near(nested(*twice), wanted, tolerance(BF16))
 
 
+@pytest.mark.parametrize("function", [matmul, mgpu_ops.fp8_matmul, lambda a, b: mgpu_ops.gated_activation(matmul(a, b))])
+def test_export_with_a_symbolic_number_of_rows(function):
+    step = jax.jit(jax.value_and_grad(lambda a, b: jnp.sin(function(a, b)).sum(), (0, 1)))
+    a, b = normal(0, 48, 32), normal(1, 32, 16)
+    given = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("m"), 32), a.dtype), b
+    found = jax.export.deserialize(jax.export.export(step)(*given).serialize()).call(a, b)
+    for x, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(step(a, b))):
+        np.testing.assert_allclose(x, wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_gradients_of_an_epilogue_through_shard_map(assert_near):
     a, b, bias, residual = layer()
     rows, whole = PartitionSpec("x"), PartitionSpec()
