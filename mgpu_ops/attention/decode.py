@@ -526,8 +526,6 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     def body(*given: Any, accumulators: Any, memory: Any, barriers: dict[str, Any], **smem: Any) -> None:
         of, (out, lse) = jax.tree.unflatten(tree, given[: len(flat)]), given[len(flat) :]
-        engine.load_whole_lines(of.k, columns=p.head_dim)
-        engine.load_whole_lines(of.v, columns=p.v_dim)
         given_inputs = of.optional.inputs
         if p.lengths:
             lengths = given_inputs.lengths
