@@ -193,9 +193,13 @@ def operand_transforms(minor: int, dtype: DTypeLike, swizzle: int | None = None)
 
     `swizzle` (128, 64 or 32 bytes) defaults to the largest that divides a row. Both operands of one wgmma need the same.
     """
-    bits = 4 if jnp.dtype(dtype) == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
+    bits = _bits(dtype)
     swizzle = swizzle or plgpu.find_swizzle(minor * bits)
     return (plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle))
+
+
+def _bits(dtype: DTypeLike) -> int:
+    return 4 if jnp.dtype(dtype) == jnp.int4 else 8 * jnp.dtype(dtype).itemsize
 
 
 def global_memory_fence() -> None:
@@ -436,9 +440,14 @@ def narrow_wgmma(whole: int, columns: int) -> None:
         plgpu.inline_mgpu()(functools.partial(jax_patches.narrow_wgmma, whole=whole, columns=columns))()
 
 
-def load_whole_lines() -> None:
-    """The kernel's TMA copies bring whole lines of 128 bytes to L2, also where they ask for a part of one."""
-    if not interpreting():
+def load_whole_lines(*refs: Any, columns: int | None = None) -> None:
+    """The kernel's TMA copies bring whole lines of 128 bytes to L2, also where they ask for a part of one.
+
+    refs: arrays in global memory whose rows are loaded. columns: where each begins, in multiples; by default at the array's
+      rows. Nothing changes where all begin at lines.
+    """
+    within = any((columns or ref.shape[-1]) * _bits(ref.dtype) % (8 * 128) for ref in refs)
+    if within and not interpreting():
         plgpu.inline_mgpu()(jax_patches.load_whole_lines)()
 
 

@@ -204,6 +204,7 @@ type ForEachTile = Callable[..., tuple[jax.Array, Any]]  # (row where the last g
 def run_block(kernel: Stages, gpu: Gpu) -> None:
     """One block of a kernel."""
     c, refs = kernel.config, kernel.refs
+    engine.load_whole_lines(refs.lhs, refs.rhs)
     pipeline = Pipeline(c.max_concurrent_steps, *refs.barriers)
 
     def for_each_tile(body: Callable[[GroupTile, Any], Any], carry: Any, asks: bool = False) -> tuple[jax.Array, Any]:

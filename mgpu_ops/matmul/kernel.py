@@ -50,7 +50,6 @@ from mgpu_ops.matmul.problem import (
     Config,
     Problem,
     accumulators,
-    across_lines,
     adds_shares,
     as_computed,
     cluster_size,
@@ -317,8 +316,7 @@ def _body(work: Work, gpu: Gpu) -> Callable[..., None]:
         kernel = functools.partial(_kernel_deferred if c.schedule == "deferred" else _kernel_ahead, work, gpu)
 
     def body(*refs: Any, **scratch: Any) -> None:
-        if across_lines(p):
-            engine.load_whole_lines()
+        engine.load_whole_lines(*refs[:2])
         if widened(p, c):
             engine.narrow_wgmma(columns_of_b(p, c), c.tile_n)
         kernel(*refs, **scratch)

@@ -282,12 +282,6 @@ def crowds(p: Problem, c: Config) -> bool:
     return c.cluster == "none" and len(products(p)) == 1 and any(side * itemsize_of(p.dtype) < 128 for side in sides)
 
 
-def across_lines(p: Problem) -> bool:
-    """Whether rows of A or of B do not all begin at lines of 128 bytes."""
-    a_t, b_t = transposed(p)
-    return any(row * itemsize_of(p.dtype) % 128 for row in (p.m if a_t else p.k, p.k if b_t else p.n))
-
-
 def neighbours(c: Config) -> tuple[int, int]:
     """How many tiles along m and along n a cluster has, whose blocks load the operand that they share once."""
     size = cluster_size(c)

@@ -110,6 +110,7 @@ def _kernel(p: Problem, c: Config, gpu: Gpu, blocks: int, *refs: Any, accumulato
     """One block: its output tiles one after the other, group after group, each in steps of k."""
     sizes, x, w, scales, *zero_points, out = refs
     engine.describe_from_start()
+    engine.load_whole_lines(x, w)
     block = _Block(p, c, blocks, x, w, scales, zero_points[0] if zero_points else None, out, sizes=sizes, **smem)
     pipeline, steps = Pipeline(c.max_concurrent_steps, *barriers), k_steps(p, c)
 

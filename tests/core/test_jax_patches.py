@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import mgpu_ops
 from mgpu_ops.core import aot, engine, fast_lowering, jax_patches
+from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.gpu import target
 
 PLAIN = """
@@ -102,14 +104,37 @@ def test_an_index_changes_places_with_a_swizzle_as_it_is():
             lowering._lower_fn_with_avals(commute, (swizzle, part))(None, swizzle, part)
 
 
+DECODING = mgpu_ops.FlashAttentionProblem(4, 1, 1024, 8, 8, 128)
+GROUPED = mgpu_ops.GroupedMatmulProblem(256, 512, 512, 4)
+INT4 = mgpu_ops.QuantizedGroupedMatmulProblem(64, 512, 512, "int4", 128, groups=4)
+
+
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-@pytest.mark.parametrize(("k", "descriptors"), [(512, 0), (520, 4)])  # of A, of B, of its last rows, of the result
-def test_rows_that_begin_within_a_line_have_tma_bring_whole_lines(k, descriptors, monkeypatch):
+@pytest.mark.parametrize(
+    ("op", "problem", "within"),
+    [
+        ("matmul", mgpu_ops.MatmulProblem(512, 512, 512), {"k": 520}),
+        ("grouped_matmul", GROUPED, {"k": 520}),
+        ("ragged_contraction", mgpu_ops.RaggedContractionProblem(256, 512, 512, 4), {"n": 520}),
+        ("gated_grouped_matmul", mgpu_ops.GatedGroupedMatmulProblem(256, 512, 512, 4), {"n": 520}),
+        ("quantized_grouped_matmul", INT4, {"k": 640}),  # a row of 320 bytes
+        ("flash_attention", DECODING, {"head_dim": 80}),
+        ("flash_attention", dataclasses.replace(DECODING, page_size=64), {"head_dim": 96}),  # whose rows of all heads are lines
+    ],
+)
+def test_rows_that_begin_within_a_line_have_tma_bring_whole_lines(op, problem, within, monkeypatch):
     promote, promoted = jax_patches.promote, []
     monkeypatch.setattr(jax_patches, "promote", lambda descriptor: (promoted.append(descriptor), promote(descriptor)))
-    a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, k), (k, 512)))
-    aot.compile_for("h200", functools.partial(mgpu_ops.matmul, backend="mosaic"), a, b)
-    assert len(promoted) == descriptors
+    spec, gpu = mgpu_ops.spec_of(op), gpus.find("h200")
+
+    def descriptors(p: Any) -> int:
+        promoted.clear()
+        arrays = jax.eval_shape(functools.partial(spec.inputs, p), jax.random.key(0))
+        aot.compile_for("h200", functools.partial(spec.run, p, spec.default(p, gpu), gpu), *arrays)
+        return len(promoted)
+
+    assert descriptors(problem) == 0
+    assert descriptors(dataclasses.replace(problem, **within)) > 2
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
