@@ -40,6 +40,7 @@ FEW_TILES = (
     "2026-11-29-h200-matmul-few-tiles-again.jsonl",
     "2026-11-29-h200-matmul-few-tiles-margin.jsonl",
 )
+DECODING = "2026-11-30-h200-matmul-decoding.jsonl.gz"
 EIGHT_BITS = "2026-11-29-h200-matmul-8-bits.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
@@ -93,6 +94,7 @@ def measured() -> list[Measured]:
         *_no_faster_since(_timed("128 to 2048 rows, cold", *HALF_PANELS, now=True)),
         *_timed("65 to 3000 rows, cold", MID_ROWS, now=True),
         *_timed("few tiles, cold", *FEW_TILES, now=True),
+        *_decoding(),
         *_timed("8 bits, cold", EIGHT_BITS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
@@ -129,8 +131,17 @@ def _drawn() -> Iterator[Measured]:
 
 
 def _drawn_again() -> Iterator[Measured]:
-    """Drawn problems, with a cold L2; schedules for few rows and sums in a cluster are among the configs."""
-    return _timed("drawn again, cold", *DRAWN_AGAIN)
+    """Drawn problems, with a cold L2; schedules for few rows and sums in a cluster are among the configs.
+
+    Without those that were timed again, with the config that a call runs, in `DECODING`.
+    """
+    since = {one.problem for one in _decoding()}
+    return (one for one in _timed("drawn again, cold", *DRAWN_AGAIN) if one.problem not in since)
+
+
+def _decoding() -> Iterator[Measured]:
+    """Few rows by matrices of a model's kind of sides."""
+    return _timed("decoding, cold", DECODING, now=True)
 
 
 def _timed(source: str, *names: str, now: bool = False) -> Iterator[Measured]:
@@ -384,8 +395,9 @@ _COLOURS = (
     "#e08080",
     "#6a3d9a",
     "#c9a227",
+    "#5f9ea0",
 )
-_MARKERS = "os^Dv<>phXd*PH8"
+_MARKERS = "os^Dv<>phXd*PH8."
 _ACROSS = 3
 
 
