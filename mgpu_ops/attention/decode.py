@@ -497,8 +497,8 @@ class _ThreadBlock:
         return token, self.at.head * self.packing.group + rows - token * self.packing.group
 
 
-# Keys of a block of a cluster, from which whole lines cost heads whose rows begin within one 4 % in the mean of six measurements;
-# elsewhere they gain (docs/kernels/flash_attention.md).
+# Keys of a block of a cluster, from which whole lines cost heads whose rows begin within one 4 % in the mean of six
+# measurements; elsewhere they gain (docs/kernels/flash_attention.md).
 _LONG_SHARE = 8192
 
 

@@ -47,6 +47,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
         programs.program,
         programs.program_h100,
         programs.program_models,
+        programs.program_models_h100,
         programs.program_kernels,
         programs.compile_times,
         glance.h100,

@@ -43,7 +43,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
     gated = problems(results, "h200-gated_matmul-other-models")
     yield strip("gated matmul, other models, untuned", "XLA (two products)", gated, "xla")
-    yield from training_steps(results)
+    yield from [*training_steps(results), *untuned_models(results)]
     yield strip("mixture of experts, forward", "fastest parts of others", layers_of_experts(results), "fastest-parts")
     grads = layers_of_experts(results, "+grad")
     yield strip("mixture of experts, forward + backward", "fastest parts of others", grads, "fastest-parts")
@@ -102,7 +102,7 @@ def h100(results: Path) -> Iterator[str]:
         yield line(f"{op}, random shapes, untuned", "XLA", found, "xla")
     norms = problems(results, "h100-rotary-norms")
     yield line("rotary after norms of heads, forward and gradients, untuned", "XLA", norms, "xla")
-    yield from map(line_of, [*training_steps(results, "h100"), *untuned_models(results)])
+    yield from map(line_of, [*training_steps(results, "h100"), *untuned_models(results, "h100")])
     steps = (path for models in ("llama", "llama-models") for path in steps_of_programs(results, "h100", models)[1])
     attention = (problems(results, f"h100-flash_attention-anywhere{kind}") for kind in ("", "-grad"))
     timed = (forward, both, *attention, products, rows, drawn, grouped, decoding, *layers, norms)
@@ -118,9 +118,9 @@ def summary(results: Path) -> Iterator[str]:
     yield from map(line_of, strips(results))
 
 
-def untuned_models(results: Path) -> Iterator[Strip]:
+def untuned_models(results: Path, gpu: str = "h200") -> Iterator[Strip]:
     """Training steps of models that nothing is tuned for."""
-    yield from training_steps(results, "h100", "llama-models", ", other models, untuned, H100")
+    return training_steps(results, gpu, "llama-models", ", other models, untuned")
 
 
 _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and untuned, and what is behind
@@ -134,7 +134,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
     "grouped matmul, training",
     "grouped matmul, other models, untuned",
     "a training step in 16 bits",
-    "a training step in 16 bits, other models, untuned, H100",
+    "a training step in 16 bits, other models, untuned",
     "all_reduce, 4 GPUs, kernel",
 )
 
@@ -142,7 +142,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
 def glance(results: Path) -> Iterator[str]:
     yield "| | beside | problems | mean | worst | best | earlier config |"
     yield "|---" * 7 + "|"
-    by_what = {s.what: s for s in (*strips(results), *untuned_models(results))}
+    by_what = {s.what: s for s in strips(results)}
     for s in (by_what[what] for what in _GLANCE):
         extremes = f"{s.ratios[0][0]:.2f}x | {s.ratios[-1][0]:.2f}x"
         earlier = "" if s.earlier is None else s.earlier

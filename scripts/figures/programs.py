@@ -55,9 +55,9 @@ def program_h100(results: Path) -> Iterator[str]:
     return program(results, "h100")
 
 
-def program_models(results: Path) -> Iterator[str]:
+def program_models(results: Path, gpu: str = "h200") -> Iterator[str]:
     """The same of models that nothing is tuned for, by model."""
-    steps, found = steps_of_programs(results, "h100", "llama-models")
+    steps, found = steps_of_programs(results, gpu, "llama-models")
 
     def order(item: tuple[tuple[str, str], Any]) -> tuple[str, Any]:
         return item[0][1].partition("-layers-")[0], _order_of_step(item)
@@ -69,6 +69,11 @@ def program_models(results: Path) -> Iterator[str]:
 
     yield from _steps(sorted(steps.items(), key=order), what)
     yield next(sources(*found))
+
+
+def program_models_h100(results: Path) -> Iterator[str]:
+    """The same on an H100."""
+    return program_models(results, "h100")
 
 
 def _steps(steps: Iterable[tuple[tuple[str, str], dict[str, Row]]], what: Callable[[str, str], str]) -> Iterator[str]:
