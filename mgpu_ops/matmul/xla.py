@@ -153,8 +153,8 @@ _HALF_A_WAVE, _K_OF_FEW_TILES, _ROWS_OF_FEW_TILES, _COLUMNS_OF_FEW_TILES = 66, 1
 
 # Few rows by matrices whose sides are multiples of 64, as models have them. Where these or k's parts are no powers of two, XLA
 # takes up to 1.7 times as long as modelled. Of 96 drawn and chosen products the models give 68 to the kernel with these
-# margins, at worst at 0.971x of XLA (results/2026-11-30-h200-matmul-decoding.jsonl.gz). With a short k, or 1 to 15 rows and more
-# than half a wave of tiles, it was at down to 0.912x; XLA reduces one row by B's rows faster than modelled, at 0.712x once.
+# margins, at worst at 0.971x of XLA (results/2026-11-30-h200-matmul-decoding.jsonl.gz). With a short k, or 1 to 15 rows and
+# more than half a wave of tiles, it was at down to 0.912x; XLA reduces one row by B's rows faster than modelled, once 0.712x.
 _ROWS_OF_DECODING, _UNIT_OF_DECODING, _SIDE_OF_DECODING = 65, 64, 1024
 _MANY_ROWS, _MARGIN_OF_SHORT_K, _K_OF_MANY_ROWS = 16, 0.97, 4096
 _K_OF_FEW_ROWS = 2560

@@ -142,6 +142,17 @@ def test_tiles_are_dealt_once_each_and_no_block_has_more_than_a_tile_above_the_m
     assert all(shares) or len(costs) < blocks
 
 
+def in_sections(shares: list[list[int]], costs: list[int], heads: int, longest: int) -> bool:
+    """Whether each block has its tiles section after section, the longest first; sections have `longest` heads, or are even."""
+    tiles = len(costs)
+
+    def holds(section: int) -> bool:
+        orders = ([(number // tiles // section, -costs[number % tiles]) for number in share] for share in shares)
+        return all(order == sorted(order) for order in orders)
+
+    return any(map(holds, (longest, -(-heads // -(-heads // longest)))))
+
+
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 9), st.sampled_from([1, 2, 1024]), st.integers(1, 20)
 )
@@ -151,13 +162,7 @@ def test_heads_are_dealt_section_after_section_their_longest_tiles_first(costs, 
     assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
     loads = [sum(costs[tile % tiles] for tile in share) for share in shares]
     assert max(loads) <= sum(costs) * heads / blocks + max(costs)
-    def in_sections(section: int) -> bool:
-        orders = ([(number // tiles // section, -costs[number % tiles]) for number in share] for share in shares)
-        return all(order == sorted(order) for order in orders)
-
-    longest = -(-waves * blocks // tiles)  # section of heads
-    even = -(-heads // -(-heads // longest))
-    assert any(in_sections(section) for section in (longest, even))
+    assert in_sections(shares, costs, heads, -(-waves * blocks // tiles))
 
 
 @pytest.mark.parametrize("heads", [8, 10, 20, 25, 40])
@@ -224,13 +229,7 @@ def test_many_heads_are_dealt_some_at_a_time_once_each_and_as_evenly(costs, head
     assert sorted(itertools.chain(*shares)) == list(range(heads * tiles))
     loads = [sum(costs[tile % tiles] for tile in share) for share in shares]
     assert max(loads) <= sum(costs) * heads / blocks + max(costs)
-    def in_sections(section: int) -> bool:
-        orders = ([(number // tiles // section, -costs[number % tiles]) for number in share] for share in shares)
-        return all(order == sorted(order) for order in orders)
-
-    longest = -(-waves * blocks // tiles)  # section of heads
-    even = -(-heads // -(-heads // longest))
-    assert any(in_sections(section) for section in (longest, even))
+    assert in_sections(shares, costs, heads, -(-waves * blocks // tiles))
 
 
 def test_of_a_million_tiles_few_are_dealt_one_by_one(monkeypatch):
