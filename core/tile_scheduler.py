@@ -91,7 +91,7 @@ class Rounds:
 # --- Tables of assigned tiles
 
 _COLUMNS = 4  # of a table, at least
-_WORTH_IT = 0.98
+_SOONER = 0.98  # of the time: where even sections of heads end before that, they are taken
 AT_ONCE = 1 << 16  # tiles that `assign_heads` assigns one by one
 CACHE_BYTES = 1 << 26
 
@@ -167,7 +167,7 @@ def assign_heads(costs: np.ndarray, heads: int, waves: float, blocks: int, in_ro
     if section < heads:
         even = math.ceil(heads / math.ceil(heads / section))
         other = _assign_in(even, costs, heads, blocks)
-        if _end(other, costs) < _WORTH_IT * _end(table, costs):
+        if _end(other, costs) < _SOONER * _end(table, costs):
             section, table = even, other
     if in_rounds and heads <= _sections_at_once(section, len(costs)):
         return _assign_sections(costs, heads, section, blocks, in_rounds)

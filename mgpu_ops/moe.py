@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ def routed(
         )
 
     def layer(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> jax.Array:
-        tokens = int(np.prod(x.shape[:-1], dtype=np.int64))
+        tokens = math.prod(x.shape[:-1])
         weights, experts = moe_route(logits.reshape(tokens, logits.shape[-1]), top_k, norm_topk_prob=norm_topk_prob)
         return of_routed(x.reshape(tokens, x.shape[-1]), weights, experts, *matrices).reshape(x.shape)
 
@@ -239,6 +240,11 @@ def sorted_by_expert(x: jax.Array, experts: ArrayLike, num_experts: int) -> tupl
     experts = _numbers_of_experts(experts)
     if x.ndim != 2 or experts.ndim != 2 or x.shape[0] != experts.shape[0]:
         raise ValueError(f"x{x.shape} and experts{experts.shape}: moe_dispatch takes [tokens, d] and [tokens, top_k]")
+    if not isinstance(x.shape[0], int):
+        raise ValueError(
+            f"x{x.shape} has a symbolic number of tokens, and to sort them by expert it must be known: export a function for "
+            "each number, or for the largest one and pad"
+        )
     num_experts = _checked_count(num_experts)
     integers.check_count("the rows of all experts, tokens times top_k,", experts.size)
     known = (experts >= 0) & (experts < num_experts)

@@ -114,7 +114,7 @@ def for_each_block(sizes: jax.Array, rows: int, body: Callable[..., Any], carry:
     `index` are the rows, within the array; `inside` says which of them belong to the group. Empty groups have no block.
     group_offset: `sizes` are those of a shard, as `of_shard` gives them.
     """
-    block = max(1, min(_BLOCK, rows))
+    block = max(1, min(_BLOCK, rows)) if isinstance(rows, int) else _BLOCK  # an exported function may have a symbolic number
     # XLA for GPUs fails to compile the loop where it finds out the number of its turns by running it, with sizes that it knows.
     start, sizes = split(lax.optimization_barrier(sizes), rows, group_offset)
     ends = start + jnp.cumsum(sizes, dtype=jnp.int32)  # not the int64 that JAX's 64-bit mode would take

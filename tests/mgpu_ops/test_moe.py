@@ -367,6 +367,14 @@ def test_error_names_the_value_and_the_rule(call, error, message):
         call()
 
 
+def test_a_symbolic_number_of_tokens_is_refused_with_a_way_out():
+    tokens = jax.export.symbolic_shape("t")
+    x, logits, weights = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((*tokens, 16), (*tokens, 4), (4, 16, 16)))
+    layer = functools.partial(moe, top_k=2)
+    with pytest.raises(ValueError, match=r"x\(t, 16\) has a symbolic number of tokens.*export a function for each number"):
+        jax.export.export(jax.jit(layer))(x, logits, weights, weights, weights)
+
+
 def test_captured_problems_are_those_of_the_kernels():
     x, _, *weights = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layer(64, 64, 128, 4))
     loss = lambda x, *w: (moe(x, jnp.zeros((64, 4)), *w, 2).astype(F32) ** 2).sum()  # noqa: E731

@@ -901,3 +901,19 @@ def test_rows_beyond_a_group_are_not_loaded():
     numbers = dict(re.findall(r"mov\.b32\s+(%r\d+), (\d+);", ptx))
     expected = {int(numbers[name]) for name in re.findall(r"expect_tx[^;]*, (%r\d+);", ptx)}
     assert expected == {8, 16, 32, 64, 128, 192}  # the last: columns of the matrix
+
+
+def test_export_with_a_symbolic_number_of_rows_and_its_gradients(assert_near):
+    rows = jax.export.symbolic_shape("m")
+    lhs, rhs = operands(37, 32, 16, 4, F32)
+    sizes = jnp.array([10, 0, 20, 5], jnp.int32)
+    shapes = (jax.ShapeDtypeStruct((*rows, 16), F32), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (rhs, sizes)))
+
+    def both(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Any:
+        return jax.value_and_grad(lambda *of: grouped_matmul(*of, sizes).sum(), argnums=(0, 1))(lhs, rhs)
+
+    exported = jax.export.export(jax.jit(both))(*shapes)
+    for got, wanted in zip(
+        jax.tree.leaves(exported.call(lhs, rhs, sizes)), jax.tree.leaves(both(lhs, rhs, sizes)), strict=True
+    ):
+        assert_near(got, wanted, 1e-5)
