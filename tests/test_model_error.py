@@ -95,7 +95,7 @@ def test_no_product_of_decoding_that_the_models_give_to_the_kernel_was_slower_by
     found = model_error.by_source(model_error.measured())["matmul", "decoding, cold"]
     gains = model_error.gains(found)
     ratios = [ratio for kernel, ratio in gains if kernel]
-    assert (len(ratios), len(gains)) == (68, 96)
+    assert (len(ratios), len(gains)) == (66, 96)
     assert min(ratios) >= 0.97
     assert math.prod(ratios) ** (1 / len(ratios)) >= 1.13
 
@@ -134,7 +134,7 @@ def test_a_call_without_an_entry_gains_what_the_kernel_gains_where_it_is_expecte
 @pytest.mark.parametrize(
     ("op", "source", "least", "mean"),
     [
-        ("matmul", "drawn again, cold", 0.96, 1.09),  # one chosen config, of no call, is at 0.960x
+        ("matmul", "drawn again, cold", 0.97, 1.09),
         ("matmul", "deferred, cold", 0.97, 1.00),
         ("matmul", "few rows, cold", 0.99, 1.03),
         ("matmul", "65 to 3000 rows, cold", 0.97, 1.2),
