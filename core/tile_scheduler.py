@@ -156,22 +156,33 @@ def assign_heads(costs: np.ndarray, heads: int, waves: float, blocks: int, in_ro
         stay in L2; in long ones, the tiles that start last are shorter, so that blocks end closer together.
       in_rounds: the table has the blocks of several rounds, as `Rounds` describes them. `blocks` of them run at one time.
 
-    Where the heads are no multiple of a section's, the longest tiles of a short last section would begin late: sections that
-    are as even as can be take its place if the last block then ends sooner by 2 %.
+    Sections are those of `in_sections`.
 
     Above `AT_ONCE` tiles the sections of the first `AT_ONCE` are assigned once, and this assignment is repeated for the others:
     each time, the block with the least work so far gets the largest share. Blocks still differ by one tile at most.
     """
-    section = math.ceil(waves * blocks / len(costs))
-    table = _assign_in(section, costs, heads, blocks)
-    if section < heads:
-        even = math.ceil(heads / math.ceil(heads / section))
-        other = _assign_in(even, costs, heads, blocks)
-        if _end(other, costs) < _SOONER * _end(table, costs):
-            section, table = even, other
+    tables = functools.partial(_assign_in, costs=costs, heads=heads, blocks=blocks)
+    section, table = in_sections(tables, costs, heads, math.ceil(waves * blocks / len(costs)))
     if in_rounds and heads <= _sections_at_once(section, len(costs)):
         return _assign_sections(costs, heads, section, blocks, in_rounds)
     return table
+
+
+def in_sections(
+    assign: Callable[[int], np.ndarray], costs: np.ndarray, heads: int, section: int
+) -> tuple[int, np.ndarray]:
+    """How many heads a section has, and the table that `assign` makes of such sections.
+
+    Where the heads are no multiple of `section`, the longest tiles of a short last section would begin late: sections that
+    are as even as can be take its place if the last block then ends sooner by 2 %.
+    """
+    table = assign(section)
+    if section < heads:
+        even = math.ceil(heads / math.ceil(heads / section))
+        other = assign(even)
+        if _end(other, costs) < _SOONER * _end(table, costs):
+            return even, other
+    return section, table
 
 
 def _end(table: np.ndarray, costs: np.ndarray) -> float:

@@ -121,8 +121,14 @@ def _falling(costs: np.ndarray, heads: int, waves: int, blocks: int) -> np.ndarr
     It is that of a dynamic scheduler which gets sections of heads, in each the kv blocks of the earliest keys first, run
     backwards: all thread blocks end at about the same time, and the longest kv blocks are last.
     """
+    section = math.ceil(waves * blocks / len(costs))
+    assign = functools.partial(_falling_in, costs=costs, heads=heads, blocks=blocks)
+    return tile_scheduler.in_sections(assign, costs, heads, section)[1]
+
+
+def _falling_in(section: int, costs: np.ndarray, heads: int, blocks: int) -> np.ndarray:
+    """`_falling` in sections of so many heads."""
     tiles = len(costs)
-    section = math.ceil(waves * blocks / tiles)
     order = [
         head * tiles + tile
         for first in range(0, heads, section)

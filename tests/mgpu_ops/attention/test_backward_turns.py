@@ -147,6 +147,22 @@ def test_each_tile_of_dq_is_added_to_by_every_kv_block_that_its_rows_see_in_an_o
         assert order == added[q_block, head // group * group]
 
 
+def test_heads_in_a_line_that_no_section_divides_end_as_soon_as_others() -> None:
+    p, c = problem_of(2, 6144, 6144, 24, 12, 128, causal=True), config_of(128, waves=8)  # a section has 22 of 24 heads
+    costs = backward_block._steps(p, c) + backward_block.TILE_COST
+    rows = backward_block.schedule(p, c, H200.sms, H200.sms)
+    ends = [costs[row[1 : 1 + row[0]] % len(costs)].sum() for row in rows]
+    assert max(ends) < 1.05 * sum(ends) / len(ends)
+
+
+def test_thread_blocks_do_not_wait_for_each_other_in_even_sections_of_heads() -> None:
+    p, c = problem_of(2, 1300, 1300, 4, 2, 128, causal=True), config_of(128, waves=3)  # sections of 3 of 4 heads, or of 2
+    costs = backward_block._steps(p, c) + backward_block.TILE_COST
+    uneven = backward_block._falling_in(3, costs, 4, FEW.sms)
+    assert (backward_block.schedule(p, c, FEW.sms, FEW.sms) != uneven).any()
+    assert all(len(set(order)) == len(order) for order in play(p, c, FEW).values())
+
+
 def test_kv_blocks_of_a_head_begin_at_different_rows_in_a_circle() -> None:
     p = problem_of(1, 1024, 1024, 1, 1, 128)
     starts = known(p, config_of(128), drawn(p), 8, 8).visits[0, 0, :, 1]
