@@ -366,20 +366,19 @@ def test_every_file_of_core_is_described() -> None:
     assert sorted(described) == sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").glob("[!_]*.py"))
 
 
-def test_compile_times_are_told_by_stage_before_and_now(tmp_path: Path) -> None:
-    def measured(name: str, *rows: tuple[str, str, float]) -> None:
-        stages = [
-            {"case": case, "implementation": implementation, "stage": stage, "seconds": seconds * n}
-            for case, implementation, seconds in rows
-            for n, stage in enumerate(("trace", "lower", "compile", "all"))
-        ]
-        (tmp_path / f"2025-01-02-h200-{name}.jsonl").write_text("\n".join(map(json.dumps, stages)))
-
-    measured("compile-times-before", ("llama", "mgpu_ops", 2.0))
-    with pytest.raises(LookupError, match="compile-times"):
+def test_compile_times_are_told_by_stage_by_the_newest_processes(tmp_path: Path) -> None:
+    stages = [
+        {"case": "llama", "implementation": implementation, "stage": stage, "seconds": n * seconds}
+        for implementation, seconds in (("mgpu_ops", 2.0), ("xla", 3.0))
+        for n, stage in enumerate(("trace", "lower", "compile", "all"))
+    ]
+    (tmp_path / "2025-01-02-h200-compile-times.jsonl").write_text("\n".join(map(json.dumps, stages)))
+    with pytest.raises(LookupError, match="-early"):
         list(programs.compile_times(tmp_path))
-    measured("compile-times", ("llama", "mgpu_ops", 1.0), ("llama", "xla", 3.0))
+    of = {"case": "llama", "implementation": "mgpu_ops", "trace": 1.0, "lower": 1.0, "compile": 1.0}
+    turns = [of | {"what": what, "all": seconds} for what, seconds in (("before", 9), ("now", 7), ("now", 3), ("now", 4))]
+    (tmp_path / "2025-01-03-h200-compile-times-early.jsonl").write_text("\n".join(map(json.dumps, turns)))
     assert list(programs.compile_times(tmp_path))[2:-1] == [
-        "| a training step of 4 layers | ours | 0.00 -> 0.00 | 2.00 -> 1.00 | 4.00 -> 2.00 | 6.00 -> 3.00 |",
+        "| a training step of 4 layers | ours | 1.00 | 1.00 | 1.00 | 4.00 |",
         "| a training step of 4 layers | XLA and cuDNN | 0.00 | 3.00 | 6.00 | 9.00 |",
     ]

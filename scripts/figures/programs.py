@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,23 +99,24 @@ _COMPILE_STAGES = ("trace", "lower", "compile", "all")
 
 
 def compile_times(results: Path, gpu: str = "h200") -> Iterator[str]:
-    """Seconds from a function to an executable, by stage, beside those before kernels were compiled at the same time."""
-    now, before = (sorted(results.glob(f"????-??-??-{gpu}-compile-times{when}.jsonl")) for when in ("", "-before"))
-    if not now or not before:
-        raise LookupError(f"{results} has no {gpu}-compile-times with its -before")
-    times: list[dict[tuple[str, str, str], float]] = [
-        {(row["case"], row["implementation"], row["stage"]): row["seconds"] for row in map(json.loads, lines.splitlines())}
-        for lines in (before[-1].read_text(encoding="utf-8"), now[-1].read_text(encoding="utf-8"))
-    ]
+    """Seconds from a function to an executable, by stage: of processes alone, or medians of those timed in turn, if later."""
+    alone, in_turn = (sorted(results.glob(f"????-??-??-{gpu}-compile-times{kind}.jsonl")) for kind in ("", "-early"))
+    if not alone or not in_turn:
+        raise LookupError(f"{results} has no {gpu}-compile-times, or none of processes in turn, -early")
+    rows, turns = ([json.loads(line) for line in of[-1].read_text(encoding="utf-8").splitlines()] for of in (alone, in_turn))
+    times: dict[tuple[str, str], dict[str, float]] = collections.defaultdict(dict)
+    for row in rows:
+        times[row["case"], row["implementation"]][row["stage"]] = row["seconds"]
+    latest = [row for row in turns if row["what"] in ("now", "XLA and cuDNN")]
+    for case, implementation in dict.fromkeys((row["case"], row["implementation"]) for row in latest):
+        of = [row for row in latest if (row["case"], row["implementation"]) == (case, implementation)]
+        times[case, implementation] = {stage: statistics.median(row[stage] for row in of) for stage in _COMPILE_STAGES}
     yield "| what | whose | trace, s | lower, s | compile, s | all, s |"
     yield "|---" * 6 + "|"
-    for case, implementation in dict.fromkeys(key[:2] for key in times[1]):
-        cells = (
-            " -> ".join(f"{of[key]:.2f}" for of in times if (key := (case, implementation, stage)) in of)
-            for stage in _COMPILE_STAGES
-        )
-        yield f"| {_COMPILED[case]} | {_COMPILERS[implementation]} | {' | '.join(cells)} |"
-    yield next(sources(before[-1], now[-1]))
+    for (case, implementation), by_stage in times.items():
+        cells = " | ".join(f"{by_stage[stage]:.2f}" for stage in _COMPILE_STAGES)
+        yield f"| {_COMPILED[case]} | {_COMPILERS[implementation]} | {cells} |"
+    yield next(sources(alone[-1], in_turn[-1]))
 
 
 _STEPS = {
