@@ -59,17 +59,17 @@ def fp8_grouped_matmul(
     spread: Spread = "random",
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
-    """out[i, n] = sum_k lhs[i, k] rhs[g, k, n] for each row i of group g in 8-bit floats: `grouped_matmul` in training.
+    """`grouped_matmul` for training in FP8: the result and the gradient of lhs are products of 8-bit floats.
 
-    out = sl sr (l8 r8) where l8 = round(lhs / sl), r8 = round(rhs / sr) are float8_e4m3fn, and dlhs = sg sr (g8 r8^T) where
-    g8 = round(g / sg) of the result's gradient g is float8_e5m2. drhs = lhs^T g by group is a product of 16 bits,
-    `ragged_contraction` of lhs and g themselves: the tensor cores read 8 bits along what is summed over, there the rows, which
-    are stored across it. The backward pass's rhs in 8 bits is quantized anew along n, unless there is one scale.
-    Sums are those of `grouped_matmul` of 8-bit floats.
+    out[i, n] = sum_k lhs[i, k] rhs[g, k, n] for each row i of group g, computed as sl sr (l8 r8) with l8 = round(lhs / sl) and
+    r8 = round(rhs / sr) in float8_e4m3fn.
+    dlhs = sg sr (g8 r8^T) with g8 = round(g / sg) of the result's gradient g in float8_e5m2.
+    drhs = lhs^T g by group is a product of lhs and g themselves (`ragged_contraction`): the tensor cores read 8 bits along what
+    is summed over, and here rows are, which are stored across it.
 
     Args:
       lhs: [m, k] bfloat16, float16 or float32.
-      rhs: [groups, k, n], or [groups, n, k] with `transpose_rhs`; floats of a dtype of their own.
+      rhs: [groups, k, n], or [groups, n, k] with `transpose_rhs`; bfloat16, float16 or float32.
       group_sizes, group_offset, spread: as in `grouped_matmul`. Rows of no group are zeros in the result and in the gradient,
         whatever lhs holds there, and count for no scale.
       scheme: what shares a scale: "tensor", all of lhs, and of rhs a group's matrix; "row", a row or column of an operand;
@@ -79,16 +79,25 @@ def fp8_grouped_matmul(
       backend: as in `grouped_matmul`, of all three products.
 
     Returns:
-      [m, n] of out_dtype. Gradients have the dtypes of their arrays; that of rhs is computed in lhs's dtype, of float32 through
-      XLA.
+      [m, n] of out_dtype. Sums are those of `grouped_matmul` of 8-bit floats. Gradients have the dtypes of their arrays; that
+      of rhs is computed in lhs's dtype, of float32 through XLA.
 
-    Works under jit, grad (reverse mode, once), vmap, scan, checkpoint and shard_map. For the kernels k and n are multiples of
-    16; else XLA runs, and a log line says why. The backward pass keeps lhs, and the weights in 8 bits.
+    Works under jit, grad (reverse mode, once), vmap, scan, checkpoint and shard_map. The backward pass keeps lhs, and the
+    weights in 8 bits, quantized anew along n unless there is one scale. For the kernels k and n are multiples of 16; else XLA
+    runs, and a log line says why.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown scheme, spread or backend, and group sizes that `grouped_matmul`
         refuses.
       TypeError: not arrays of floats, or sizes that are no integers.
+
+    Example:
+      >>> lhs, rhs = jnp.ones((96, 128), jnp.bfloat16), jnp.ones((3, 128, 256), jnp.bfloat16)
+      >>> mgpu_ops.fp8_grouped_matmul(lhs, rhs, jnp.array([32, 0, 64])).shape
+      (96, 256)
+
+    Source: Micikevicius et al., arXiv:2209.05433 (e4m3 forward, e5m2 gradients); DeepSeek-V3, arXiv:2412.19437 (scales of
+    blocks).
     """
     name = "fp8_grouped_matmul"
     lhs, rhs = floats.array(name, "lhs", lhs), floats.array(name, "rhs", rhs)

@@ -57,18 +57,21 @@ def fp8_moe(
     spread: Spread = "random",
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
-    """`moe` in training, in 8-bit floats: out[t] = sum over the top_k experts e of token t of weight[t, e] * expert_e(x[t]).
+    """`moe` for training in FP8: all nine products, three forward and six backward, are of 8-bit floats.
 
-    expert_e(x) = (silu(x w_gate[e]) * (x w_up[e])) w_down[e]. All nine products, three forward and six backward, are of 8-bit
-    floats, summed in float32 as in `matmul` of 8-bit floats. x, the matrices, and the hidden array silu(gate) up weight are
-    float8_e4m3fn in products, the gradients of the result and of gate and up float8_e5m2. Each array is rounded once, with one
-    scale for all of it, the matrices for all experts; w_gate and w_up share one, and so do the gradients of gate and up. Tokens
-    of no expert count for no scale. The router's weights and their gradient are in float32.
+    out[t] = sum over the top_k experts e of token t of weight[t, e] * expert_e(x[t]) with
+    expert_e(x) = (silu(x w_gate[e]) * (x w_up[e])) w_down[e], and the weights of `moe_route`. No token is dropped.
+
+    float8_e4m3fn are x, the matrices and the hidden array silu(gate) up weight; float8_e5m2 the gradients of the result and of
+    gate and up. Each array is rounded once, with one scale for all of it, the matrices for all experts; w_gate and w_up share
+    one, and so do the gradients of gate and up. Tokens of no expert count for no scale. Sums are in float32, as in `matmul` of
+    8-bit floats, and so are the router's weights and their gradient.
 
     Args:
       x: [..., d]. bfloat16, float16 or float32.
       router_logits: [..., experts] floats, as in `moe`.
-      w_gate, w_up: [experts, d, hidden] floats of dtypes of their own. w_down: [experts, hidden, d].
+      w_gate, w_up: [experts, d, hidden]; each bfloat16, float16 or float32.
+      w_down: [experts, hidden, d]; bfloat16, float16 or float32.
       top_k, norm_topk_prob, spread: as in `moe`.
       state: None (default): current scaling, a scale is found from the array itself. A `Fp8GatedState`: delayed scaling, as in
         `fp8_gated_mlp`; its gradient is the next call's state. Not over explicit axes of a mesh: there call it in
@@ -79,11 +82,24 @@ def fp8_moe(
       [..., d] of x's dtype. Each expert's result is rounded to it once; a token's are added in float32. Gradients have the
       dtypes of their arrays.
 
-    For the backward pass it keeps gate and up in x's dtype, and in 8 bits x and the hidden array of each assignment, and the
-    matrices. Works under jit, grad (reverse mode, once), scan, checkpoint and shard_map; under vmap without a state. For the
-    kernels d and hidden are multiples of 16; else XLA runs, and a log line says why.
+    Works under jit, grad (reverse mode, once), scan, checkpoint and shard_map; under vmap without a state. The backward pass
+    keeps gate and up in x's dtype, and in 8 bits the matrices, and x and the hidden array of each token's experts. For the
+    kernel d and hidden are multiples of 16; else XLA runs, and a log line says why.
 
-    Raises ValueError and TypeError for what `moe` and `fp8_gated_mlp` refuse.
+    Raises:
+      ValueError: as `moe`; dtypes that are not those above, a state that `fp8_gated_mlp` refuses or over explicit axes of a
+        mesh.
+      TypeError: not arrays of floats, a top_k that is no integer, a state that is no `Fp8GatedState`.
+
+    Example:
+      >>> x, logits = jnp.ones((64, 128), jnp.bfloat16), jnp.zeros((64, 8))
+      >>> w_gate, w_up = jnp.ones((2, 8, 128, 256), jnp.bfloat16)
+      >>> w_down = jnp.ones((8, 256, 128), jnp.bfloat16)
+      >>> loss = lambda x: mgpu_ops.fp8_moe(x, logits, w_gate, w_up, w_down, top_k=2).astype(jnp.float32).sum()
+      >>> jax.grad(loss)(x).shape
+      (64, 128)
+
+    Source: as for `moe` and `fp8_matmul`; see docs/kernels/moe.md.
     """
     of_routed = functools.partial(fp8_moe_experts, state=state, spread=spread, backend=backend)
     return routed("fp8_moe", of_routed, x, router_logits, matrices_of("fp8_moe", w_gate, w_up, w_down), top_k, norm_topk_prob)
@@ -106,7 +122,9 @@ def fp8_moe_experts(
     """`fp8_moe` of tokens that were routed already: by `moe_route`, or in any other way.
 
     Args:
-      x: [tokens, d]. weights: [tokens, top_k] floats. experts: [tokens, top_k] integers, as `moe_dispatch` takes them.
+      x: [tokens, d].
+      weights: [tokens, top_k] floats.
+      experts: [tokens, top_k] integers, as `moe_dispatch` takes them.
       w_gate, w_up, w_down: as in `fp8_moe`, of all experts; or of a device's share, with `num_experts` and `group_offset`.
       num_experts, group_offset: as in `moe_experts`. Other experts add nothing.
       state, spread, backend: as in `fp8_moe`.
@@ -114,7 +132,16 @@ def fp8_moe_experts(
     Returns:
       [tokens, d] of x's dtype.
 
-    Raises ValueError and TypeError for what `moe_experts` and `fp8_gated_mlp` refuse.
+    Raises:
+      ValueError, TypeError: as `moe_experts`, and as `fp8_moe` for dtypes and a state.
+
+    Example:
+      >>> x = jnp.ones((64, 128), jnp.bfloat16)
+      >>> w_gate, w_up = jnp.ones((2, 8, 128, 256), jnp.bfloat16)
+      >>> w_down = jnp.ones((8, 256, 128), jnp.bfloat16)
+      >>> weights, experts = mgpu_ops.moe_route(jnp.zeros((64, 8)), top_k=2)
+      >>> mgpu_ops.fp8_moe_experts(x, weights, experts, w_gate, w_up, w_down).shape
+      (64, 128)
     """
     op = "fp8_moe_experts"
     arrays, count = checked_experts(

@@ -61,10 +61,10 @@ def moe(
     spread: Spread = "random",
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
-    """A mixture-of-experts layer: out[t] = sum over the top_k experts e of token t of weight[t, e] * expert_e(x[t]).
+    """A mixture-of-experts layer: a gated layer by each of a token's top_k experts, added up with the router's weights.
 
-    expert_e(x) = (activation(x w_gate[e]) * (x w_up[e])) w_down[e], and the weights are those of `moe_route`. No
-    token is dropped, however uneven the routing.
+    out[t] = sum over the top_k experts e of token t of weight[t, e] * expert_e(x[t]) with
+    expert_e(x) = (activation(x w_gate[e]) * (x w_up[e])) w_down[e], and the weights of `moe_route`. No token is dropped.
 
     Args:
       x: [..., d]. bfloat16 or float16 for the kernels; other floats run through XLA.
@@ -72,20 +72,32 @@ def moe(
       w_gate, w_up: [experts, d, hidden], of x's dtype.
       w_down: [experts, hidden, d], of x's dtype.
       top_k: experts of each token, from 1 to the number of experts.
-      norm_topk_prob: as in `moe_route`.
-      activation: as in `gated_grouped_matmul`.
-      spread: how tokens usually spread over the experts, as in `grouped_matmul`: chooses configs, never the answer.
+      norm_topk_prob: True (default): the weights of a token sum to 1. False: they are the softmax over all experts.
+      activation: "silu" (default), "gelu" (the tanh approximation), "gelu_erf", "relu", or "none" or None for a bilinear layer.
+      spread: how tokens usually spread over the experts, as in `grouped_matmul`: chooses the config, never the answer.
       backend: of the products, as in `grouped_matmul`.
 
     Returns:
       [..., d] of x's dtype. Each expert's result is scaled in float32 and rounded once; a token's are added in float32.
 
-    Works under jit, grad (reverse mode), vmap, scan, checkpoint and shard_map. The backward pass keeps x, and gate and up
-    before the activation (tokens x top_k rows of hidden, twice). It gathers the rows of x again, and no product is computed
-    twice. Under `jax.checkpoint` all is computed again. Without gradients, and with at most 1280 columns of `hidden`, the first
-    kernel loads the rows of x by index, and no sorted copy of them is made.
+    Works under jit, grad (reverse mode), vmap, scan, checkpoint and shard_map.
 
-    Raises ValueError and TypeError for what its parts refuse.
+    Memory: the backward pass keeps x, and gate and up before the activation, each with tokens x top_k rows of hidden. It
+    gathers the rows of x again, but computes no product twice; `jax.checkpoint` keeps less and computes all again. Without
+    gradients, and with at most 1280 columns of `hidden`, the first kernel loads the rows of x by index, and no sorted copy of
+    them is made.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit each other, a top_k beyond the experts, an unknown activation, spread or
+        backend.
+      TypeError: not arrays of floats, a top_k that is no integer.
+
+    Example:
+      >>> x, logits = jnp.ones((2, 16, 128), jnp.bfloat16), jnp.zeros((2, 16, 8))
+      >>> w_gate, w_up = jnp.ones((2, 8, 128, 256), jnp.bfloat16)
+      >>> w_down = jnp.ones((8, 256, 128), jnp.bfloat16)
+      >>> mgpu_ops.moe(x, logits, w_gate, w_up, w_down, top_k=2).shape
+      (2, 16, 128)
 
     Source: Shazeer et al., arXiv:1701.06538, section 2; see docs/kernels/moe.md.
     """
@@ -141,16 +153,22 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
 
     Args:
       router_logits: [..., experts] floats; computed in float32 or wider.
-      top_k: from 1 to the number of experts.
-      norm_topk_prob: True: the weights are the softmax over the chosen logits, and sum to 1; the same as the softmax over all,
-        divided by the sum of those chosen. False: they are the softmax over all experts.
+      top_k: experts of each token, from 1 to the number of experts.
+      norm_topk_prob: True (default): the weights are the softmax over the chosen logits, and sum to 1. False: they are the
+        softmax over all experts.
 
     Returns:
       weights: float32 (float64 for such logits); the gradient goes through them to the logits.
       experts: int32. Of equal logits, the expert of the smaller number comes first.
 
     Raises:
-      ValueError: no experts, or a top_k beyond them. TypeError: logits that are no floats, a top_k that is no integer.
+      ValueError: no experts, or a top_k beyond them.
+      TypeError: logits that are no floats, a top_k that is no integer.
+
+    Example:
+      >>> weights, experts = mgpu_ops.moe_route(jnp.array([0.0, 2.0, 1.0]), top_k=2)
+      >>> experts.tolist()
+      [1, 2]
     """
     logits = floats.array("moe_route", "router_logits", router_logits)
     if not logits.ndim:
@@ -202,14 +220,21 @@ def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispa
     Args:
       x: [tokens, d], of any dtype.
       experts: [tokens, top_k] integers. One outside of 0 to num_experts - 1 names no expert: its row comes after all groups.
-      num_experts: how many experts there are.
+      num_experts: how many experts there are, at least 1.
 
     Returns:
       A `MoeDispatch`: rows, group_sizes, order and positions.
 
-    The sort is stable, and the gradient of x is a sum of top_k rows in float32, in the order of `experts`: no scatter-add.
+    The sort is stable. The gradient of x is a sum of top_k rows in float32, in the order of `experts`, without a scatter-add.
 
-    Raises ValueError for shapes that do not fit each other, and TypeError for experts or num_experts that are no integers.
+    Raises:
+      ValueError: shapes that do not fit each other, a symbolic number of tokens.
+      TypeError: experts or num_experts that are no integers.
+
+    Example:
+      >>> sorted_by_expert = mgpu_ops.moe_dispatch(jnp.ones((2, 4)), jnp.array([[2, 0], [2, 1]]), num_experts=3)
+      >>> sorted_by_expert.group_sizes.tolist()
+      [1, 1, 2]
     """
     x = floats.any_array("moe_dispatch", "x", x, "any dtype")
 
@@ -314,11 +339,12 @@ def _numbers(size: int) -> jax.Array:
 
 
 def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_dtype: DTypeLike | None = None) -> jax.Array:
-    """out[t] = sum over j of rows[positions[t, j]]: the rows of each token's experts added up, the reverse of `moe_dispatch`.
+    """Adds up the rows of each token's experts, the reverse of `moe_dispatch`: out[t] = sum over j of rows[positions[t, j]].
 
     Args:
       rows: [assignments, d] floats, such as `grouped_matmul` gives with the routing weights as `row_scale`.
-      order, positions: as `moe_dispatch` gives them.
+      order: [assignments] integers, as `moe_dispatch` gives them.
+      positions: [tokens, top_k] integers, as `moe_dispatch` gives them.
       out_dtype: of the result; by default that of rows.
 
     Returns:
@@ -326,8 +352,14 @@ def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_
 
     The gradient of rows is a gather.
 
-    Raises ValueError for shapes that do not fit each other and for known numbers that name no row, and TypeError for floats or
-    integers expected and not found.
+    Raises:
+      ValueError: shapes that do not fit each other, known numbers that name no row.
+      TypeError: rows that are no floats, order or positions that are no integers.
+
+    Example:
+      >>> rows, _, order, positions = mgpu_ops.moe_dispatch(jnp.ones((2, 4)), jnp.array([[2, 0], [2, 1]]), num_experts=3)
+      >>> mgpu_ops.moe_combine(rows, order, positions).shape
+      (2, 4)
     """
     rows = floats.array("moe_combine", "rows", rows)
     rows_of, places = integers.array("order", order), integers.array("positions", positions)
@@ -366,7 +398,9 @@ def moe_experts(
     """`moe` of tokens that were routed already: by `moe_route`, or in any other way.
 
     Args:
-      x: [tokens, d]. weights: [tokens, top_k] floats. experts: [tokens, top_k] integers, as `moe_dispatch` takes them.
+      x: [tokens, d].
+      weights: [tokens, top_k] floats.
+      experts: [tokens, top_k] integers, as `moe_dispatch` takes them.
       w_gate, w_up, w_down: as in `moe`, of all experts; or of a device's share, with `num_experts` and `group_offset`.
       num_experts, group_offset: how many experts there are in all, and the first of those that w_gate, w_up and w_down hold.
         Other experts add nothing: summed over the devices, the results are those of the whole layer.
@@ -375,7 +409,17 @@ def moe_experts(
     Returns:
       [tokens, d] of x's dtype.
 
-    Raises ValueError and TypeError for what its parts refuse.
+    Raises:
+      ValueError: as `moe`; of num_experts and group_offset only one, or a share beyond all experts.
+      TypeError: not arrays of floats, experts, num_experts or group_offset that are no integers.
+
+    Example:
+      >>> x = jnp.ones((16, 128), jnp.bfloat16)
+      >>> w_gate, w_up = jnp.ones((2, 8, 128, 256), jnp.bfloat16)
+      >>> w_down = jnp.ones((8, 256, 128), jnp.bfloat16)
+      >>> weights, experts = mgpu_ops.moe_route(jnp.zeros((16, 8)), top_k=2)
+      >>> mgpu_ops.moe_experts(x, weights, experts, w_gate, w_up, w_down).shape
+      (16, 128)
     """
     arrays, count = checked_experts(
         "moe_experts", x, weights, experts, (w_gate, w_up, w_down), num_experts=num_experts, group_offset=group_offset

@@ -50,11 +50,12 @@ def quantized_moe(
     spread: Spread = "random",
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
-    """`moe` for serving, with int8 or int4 weights: out[t] = sum over the experts e of token t of weight[t, e] expert_e(x[t]).
+    """`moe` for serving, with weights of int8 or int4.
 
-    expert_e(x) = (activation(x gate[e]^T) * (x up[e]^T)) down[e]^T, where gate[e] and up[e] are the halves of
-    (w_gate_up[e] - zero points) scales, down[e] is (w_down[e] - zero points) scales, and the weights are those of `moe_route`.
-    No token is dropped, however uneven the routing.
+    out[t] = sum over the top_k experts e of token t of weight[t, e] * expert_e(x[t]) with
+    expert_e(x) = (activation(x gate[e]^T) * (x up[e]^T)) down[e]^T. gate[e] and up[e] are the halves of
+    (w_gate_up[e] - zero points) scales, down[e] is (w_down[e] - zero points) scales; the weights are those of `moe_route`. No
+    token is dropped.
 
     Args:
       x: [..., d]. bfloat16 or float16 for the kernels; other floats run through XLA.
@@ -75,7 +76,15 @@ def quantized_moe(
     scales and zero points are constants: a gradient of scales or zero points raises. The backward pass dequantises all experts'
     weights to 16 bits.
 
-    Raises ValueError and TypeError for what `moe` and `quantized_grouped_matmul` refuse.
+    Raises:
+      ValueError: as `moe`, and for scales and zero points as `quantized_grouped_matmul`.
+      TypeError: x, router_logits or scales that are no floats, weights that are no int8 or int4, a top_k that is no integer.
+
+    Example:
+      >>> x, logits = jnp.ones((4, 128), jnp.bfloat16), jnp.zeros((4, 8))
+      >>> w_gate_up, w_down = jnp.ones((8, 512, 128), jnp.int8), jnp.ones((8, 128, 256), jnp.int8)
+      >>> mgpu_ops.quantized_moe(x, logits, w_gate_up, w_down, jnp.ones((8, 512)), jnp.ones((8, 128)), top_k=2).shape
+      (4, 128)
 
     Source: as for `moe`; of the products as for `quantized_grouped_matmul`.
     """
@@ -118,16 +127,26 @@ def quantized_moe_experts(
     """`quantized_moe` of tokens that were routed already: by `moe_route`, or in any other way.
 
     Args:
-      x: [tokens, d]. weights: [tokens, top_k] floats. experts: [tokens, top_k] integers, as `moe_dispatch` takes them.
-      w_gate_up, w_down, their scales and zero points: as in `quantized_moe`, of all experts; or of a device's share, with
-        `num_experts` and `group_offset`.
+      x: [tokens, d].
+      weights: [tokens, top_k] floats.
+      experts: [tokens, top_k] integers, as `moe_dispatch` takes them.
+      w_gate_up, w_down, gate_up_scales, down_scales, gate_up_zero_points, down_zero_points: as in `quantized_moe`, of all
+        experts; or of a device's share, with `num_experts` and `group_offset`.
       num_experts, group_offset: as in `moe_experts`. Other experts add nothing.
       activation, spread, backend: as in `quantized_moe`.
 
     Returns:
       [tokens, d] of x's dtype.
 
-    Raises ValueError and TypeError for what `moe_experts` and `quantized_grouped_matmul` refuse.
+    Raises:
+      ValueError, TypeError: as `moe_experts` and `quantized_grouped_matmul`.
+
+    Example:
+      >>> x = jnp.ones((4, 128), jnp.bfloat16)
+      >>> w_gate_up, w_down = jnp.ones((8, 512, 128), jnp.int8), jnp.ones((8, 128, 256), jnp.int8)
+      >>> weights, experts = mgpu_ops.moe_route(jnp.zeros((4, 8)), top_k=2)
+      >>> mgpu_ops.quantized_moe_experts(x, weights, experts, w_gate_up, w_down, jnp.ones((8, 512)), jnp.ones((8, 128))).shape
+      (4, 128)
     """
     op = "quantized_moe_experts"
     (x,) = checked_operands(op, ("x", x, 2))

@@ -32,10 +32,15 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 
 class Fp8State(NamedTuple):
-    """What delayed scaling knows of one product's arrays, from earlier calls. float32; `Fp8State.init` makes the first.
+    """What delayed scaling knows of one product's arrays from earlier calls: float32. `Fp8State.init` makes the first.
 
-    input is x, kernel w, and output_grad the gradient of the result. A scale, []: what the next call divides the array by.
-    An amax_history: its largest absolute values in the latest calls, [length], the latest first, and 0 where there was no call.
+    Each call puts the largest absolute value of an array into its history, in place of the oldest. The next scale is the
+    largest of the history divided by the dtype's largest number (448 of float8_e4m3fn, 57344 of float8_e5m2); where all are 0,
+    the scale stays.
+
+    input_scale, kernel_scale, output_grad_scale: [], what the next call divides x, w and the gradient of the result by.
+    input_amax_history, kernel_amax_history, output_grad_amax_history: [length], the latest first, and 0 where there was no
+      call.
     """
 
     input_scale: jax.Array
@@ -86,22 +91,18 @@ def fp8_matmul(
     out_dtype: DTypeLike | None = None,
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
-    """x w + bias + residual in 8-bit floats, with gradients in 8-bit floats: a drop-in for `matmul` in training.
+    """x w + bias + residual in 8-bit floats, forward and backward: `matmul` for training in FP8.
 
-    out = sx sw (x8 w8) + bias + residual, where x8 = round(x / sx), w8 = round(w / sw) are float8_e4m3fn;
-    dx = sg sw (g8 w8^T) and dw = sx sg (x8^T g8), where g8 = round(g / sg) of the result's gradient g is float8_e5m2.
-    Each operand is stored along what its product sums over, as wgmma reads 8 bits: the backward pass has transposed copies, of
-    the same numbers where an array has one scale, else quantized anew. Sums are those of `matmul` of 8-bit floats, dbias and
-    dresidual those of `matmul`.
+    out = sx sw (x8 w8) + bias + residual with x8 = round(x / sx) and w8 = round(w / sw) in float8_e4m3fn.
+    dx = sg sw (g8 w8^T) and dw = sx sg (x8^T g8) with g8 = round(g / sg) of the result's gradient g in float8_e5m2.
 
     Args:
       x: [..., m, k] bfloat16, float16 or float32; leading dimensions are more rows.
-      w: [k, n], or [n, k] with `transpose_b`; floats of a dtype of their own.
+      w: [k, n], or [n, k] with `transpose_b`; bfloat16, float16 or float32.
       bias: [n] floats. Default: none.
       residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.
       state: None (default): current scaling, scales are found from the arrays themselves. A `Fp8State`: delayed scaling, its
-        scales are used, and what is larger saturates. The gradient with respect to the state is the next call's state, as in
-        flax's fp8 ops: take it from `jax.grad` and put it in place of the old one, with no optimizer in between.
+        scales are used, and what is larger saturates.
       scheme: what shares a scale in current scaling: "tensor" (default), an array; "row", a row or column of an operand;
         "block", 1 x 128 of the left operand of a product and 128 x 128 of the right one.
       high_precision_weight_grad: dw is a product of x and g themselves, in x's dtype. x is then kept for the backward pass
@@ -111,20 +112,33 @@ def fp8_matmul(
       backend: as in `matmul`, of all three products.
 
     Returns:
-      [..., m, n] of out_dtype. Gradients have the dtypes of their arrays.
-
-    Delayed scaling, for each array: a call puts its largest absolute value into the history in place of the oldest, and the
-    next scale is the largest of the history by the dtype's largest number (448 of e4m3, 57344 of e5m2); where all are 0, the
-    scale stays. A state is of one product in a program: where two share one, JAX adds their next states up. Without a gradient,
-    as in inference, no state changes. In `jax.shard_map` a state that is the same everywhere stays so: it sees the whole mesh.
+      [..., m, n] of out_dtype. Sums are those of `matmul` of 8-bit floats. Gradients have the dtypes of their arrays.
 
     Works under jit, grad (reverse mode, once), scan, checkpoint and shard_map; under vmap without a state. For the kernel k, n
     and the number of rows are multiples of 16; else XLA runs, and a log line says why.
 
+    Delayed scaling: the gradient with respect to the state is the next call's state, as in flax's fp8 ops. Take it from
+    `jax.grad` and put it in place of the old one, with no optimizer in between. A state is of one product in a program: where
+    two share one, JAX adds their next states up. Without a gradient, as in inference, no state changes. In `jax.shard_map` a
+    state that is the same everywhere stays so: it sees the whole mesh.
+
+    Memory: the tensor cores read 8 bits along what a product sums over, so the backward pass has transposed copies: of the same
+    numbers where an array has one scale, else quantized anew.
+
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown scheme or backend, a state with a scheme other than "tensor",
         known scales of a state that are not finite (traced ones: see `matmul`).
-      TypeError: not arrays of floats, or a state that is none.
+      TypeError: not arrays of floats, or a state that is no `Fp8State`.
+
+    Example:
+      >>> x, w = jnp.ones((128, 256), jnp.bfloat16), jnp.ones((256, 512), jnp.bfloat16)
+      >>> loss = lambda w, state: mgpu_ops.fp8_matmul(x, w, state=state, out_dtype=jnp.float32).sum()
+      >>> dw, state = jax.grad(loss, argnums=(0, 1))(w, mgpu_ops.Fp8State.init())
+      >>> dw.shape
+      (256, 512)
+
+    Source: Micikevicius et al., arXiv:2209.05433 (e4m3 forward, e5m2 gradients, delayed scaling); DeepSeek-V3, arXiv:2412.19437
+    (scales of blocks).
     """
     arrays = {"x": x, "w": w} | {name: y for name, y in (("bias", bias), ("residual", residual)) if y is not None}
     found = {name: floats.array("fp8_matmul", name, value) for name, value in arrays.items()}

@@ -72,15 +72,16 @@ def fp8_gated_mlp(
     state: Fp8GatedState | None = None,
     backend: dispatch.Backend | None = None,
 ) -> jax.Array:
-    """(silu(x w_gate) * (x w_up)) w_down + residual in 8-bit floats, with gradients in 8-bit floats.
+    """A gated layer in 8-bit floats, forward and backward: `gated_mlp` with silu for training in FP8.
 
-    As `fp8_matmul` with one scale for each array. But the hidden array silu(gate) * up and the gradients of gate and up are
-    computed in float32 and rounded to 8 bits in the kernel that computes them, and each array is rounded once.
+    out = (silu(x w_gate) * (x w_up)) w_down + residual, each product as in `fp8_matmul` with one scale for each array. The
+    hidden array silu(gate) * up and the gradients of gate and up are computed in float32 and rounded to 8 bits in the kernel
+    that computes them: they are never stored in 16 bits.
 
     Args:
       x: [..., m, k] bfloat16, float16 or float32; leading dimensions are more rows.
-      w_gate, w_up: [k, n]; floats of dtypes of their own.
-      w_down: [n, width].
+      w_gate, w_up: [k, n]; each bfloat16, float16 or float32.
+      w_down: [n, width]; bfloat16, float16 or float32.
       residual: of x's dtype, and of the result's shape or one that broadcasts to it. Default: none.
       state: None (default): current scaling. A `Fp8GatedState`: delayed scaling, as in `fp8_matmul`; its gradient is the next
         call's state. No array is then read twice, for its largest value and to be rounded.
@@ -89,13 +90,21 @@ def fp8_gated_mlp(
     Returns:
       [..., m, width] of x's dtype. Gradients have the dtypes of their arrays.
 
-    For the backward pass gate and up are kept, in x's dtype, and in 8 bits x, the hidden array and the weights. Works under
-    jit, grad (reverse mode, once), scan, checkpoint and shard_map; under vmap without a state. For the kernels m, k, n and
-    width are multiples of 16; else XLA runs.
+    Works under jit, grad (reverse mode, once), scan, checkpoint and shard_map; under vmap without a state. The backward pass
+    keeps gate and up in x's dtype, and in 8 bits x, the hidden array and the weights. For the kernels m, k, n and width are
+    multiples of 16; else XLA runs.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown backend, a state that `fp8_matmul` refuses.
-      TypeError: not arrays of floats, or a state that is none.
+      TypeError: not arrays of floats, or a state that is no `Fp8GatedState`.
+
+    Example:
+      >>> x, w_down = jnp.ones((128, 256), jnp.bfloat16), jnp.ones((512, 256), jnp.bfloat16)
+      >>> w_gate, w_up = jnp.ones((2, 256, 512), jnp.bfloat16)
+      >>> mgpu_ops.fp8_gated_mlp(x, w_gate, w_up, w_down, residual=x).shape
+      (128, 256)
+
+    Source: as for `fp8_matmul`; Shazeer, GLU Variants Improve Transformer, arXiv:2002.05202.
     """
     arrays = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
     found = {name: floats.array("fp8_gated_mlp", name, value) for name, value in arrays.items()}

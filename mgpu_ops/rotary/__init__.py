@@ -149,7 +149,7 @@ def rotary_qkv(
     config: Config | None = None,
     backend: dispatch.Backend | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k and v of one projection that yields them joined, with rotary embeddings of q and k, if asked for after an RMS norm.
+    """Takes q, k and v apart from one joined projection and rotates q and k (RoPE), after an RMS norm if asked for.
 
     left' = left cos - right sin and right' = right cos + left sin, of the left and right half of each head of q and k. With
     norms, a head x of q is first x q_norm / sqrt(mean of x^2 + epsilon), and one of k likewise with k_norm.
@@ -159,8 +159,8 @@ def rotary_qkv(
         kernel bfloat16 or float16 with a head_dim of 64, 128 or 256; others run through XLA.
       cos, sin: [tokens, head_dim / 2] of the angles position * base^(-2 i / head_dim), or whatever scaling of them a model has;
         used as float32. They are constants: no gradient flows to them.
-      heads, kv_heads: of q; of k, and of v.
-      q_norm, k_norm: weights [head_dim] of an RMS norm of each head of q and of k, used as float32; None for no norm.
+      heads, kv_heads: how many heads q has; and k, and v.
+      q_norm, k_norm: weights [head_dim] of an RMS norm of each head of q and of k, used as float32. Default: no norm.
       epsilon: of both norms, a Python number of at least 0.
       config: runs the forward kernel with this Config instead of the database's.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
@@ -171,14 +171,21 @@ def rotary_qkv(
       q [..., tokens, heads, head_dim], k and v [..., tokens, kv_heads, head_dim], of qkv's dtype, computed in float32 and
       rounded once.
 
-    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps cos and sin alone, and one kernel rotates the
+    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps only cos and sin; one kernel rotates the
     gradients of q and k back and joins them with that of v. With norms it keeps qkv and the weights too, and the same kernel
-    computes the weights' gradients, summed over all tokens and heads in float32; it has no second derivative.
+    computes the weights' gradients, summed over all tokens and heads in float32; there is no second derivative then.
 
     Raises:
       ValueError: shapes that do not fit each other, heads that do not divide, one of q_norm and k_norm alone, an epsilon below
         0 or not finite, an unknown backend, a config that cannot run.
       TypeError: not arrays of floats.
+
+    Example:
+      >>> angles = jnp.arange(128)[:, None] * 10000.0 ** (-jnp.arange(32) / 32)
+      >>> qkv = jnp.ones((2, 128, (4 + 2 * 2) * 64), jnp.bfloat16)
+      >>> q, k, v = mgpu_ops.rotary_qkv(qkv, jnp.cos(angles), jnp.sin(angles), heads=4, kv_heads=2)
+      >>> q.shape, k.shape
+      ((2, 128, 4, 64), (2, 128, 2, 64))
 
     Source: Su et al., arXiv:2104.09864; norms of heads: Qwen3, arXiv:2505.09388; measurements in docs/ops/rotary_qkv.md.
     """

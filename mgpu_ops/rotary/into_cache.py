@@ -68,38 +68,39 @@ def rotary_into_cache(
     v_scale: ArrayLike | None = None,
     backend: dispatch.Backend | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotates the queries and keys of one new token for each sequence, and writes its keys and values to the cache.
+    """Rotates q and k of one new token of each sequence and writes k and v to the KV cache: decoding, before attention.
 
     A head of q or k with halves x1 and x2 becomes (x1 cos - x2 sin, x2 cos + x1 sin), in float32, rounded once; values are
     copied. With norms of heads, a head x of q is first x q_norm / sqrt(mean of x^2 + epsilon), and one of k likewise with
-    k_norm: the keys in the cache are normalised and rotated. In a jitted function that donates the cache it is written in
-    place: XLA takes three kernels or more, this is one.
+    k_norm: keys in the cache are normalised and rotated. It is one kernel, where XLA takes three or more. In a jitted function
+    that donates the cache it is written in place.
 
     Args:
       qkv: [batch, (q_heads + 2 kv_heads) head_dim]: the heads of the queries, then of the keys, then of the values.
-      cos, sin: of each sequence's angles, floats [batch, head_dim / 2] or [head_dim / 2].
-      k_cache, v_cache: [batch, tokens, kv_heads, head_dim], of qkv's dtype, or both of 8 bits, float8_e4m3fn or int8.
-      positions: integers [batch] or a scalar: the row of the cache. One out of range counts as the nearest.
-      page_table: integers [batch, pages of a sequence], as in `flash_attention`: both caches are then pools of pages, [pages,
-        page_size, kv_heads, head_dim], and the row of position p is row p % page_size of page page_table[b, p // page_size].
-        Where that names no page, nothing is written. No two sequences may write to one row.
-      rms_rows: rows [batch, width], of any floats. Where given, qkv is first divided by sqrt(mean over the row of rms_rows^2 +
-        rms_epsilon): an RMS norm in front of the product that qkv is of, qkv = rms_rows @ w, with the norm's weight as a
-        factor of w's rows.
+      cos, sin: floats [batch, head_dim / 2], of each sequence's angles, or [head_dim / 2].
+      k_cache, v_cache: [batch, tokens, kv_heads, head_dim], of qkv's dtype, or both float8_e4m3fn or int8. With page_table
+        pools of pages, [pages, page_size, kv_heads, head_dim].
+      positions: integers [batch] or a scalar: the row of the cache to write. One out of range counts as the nearest.
+      page_table: integers [batch, pages of a sequence], as in `flash_attention`. Position p of sequence b is row p % page_size
+        of page page_table[b, p // page_size]; where that names no page, nothing is written. No two sequences may write to one
+        row. Default: no pages.
+      rms_rows: floats [batch, width]. qkv is first divided by sqrt(mean over the row of rms_rows^2 + rms_epsilon): the RMS norm
+        in front of the projection qkv = rms_rows @ w, whose weight is a factor of w's rows. Default: none.
       rms_epsilon: a number of at least 0.
-      q_norm, k_norm: weights [head_dim] of an RMS norm of each head of q and of k, used as float32; None for no norm. With
-        rms_rows, heads are normalised after the division.
+      q_norm, k_norm: weights [head_dim] of an RMS norm of each head of q and of k, used as float32, after the division by
+        rms_rows. Default: no norm.
       epsilon: of both norms of heads, a Python number of at least 0.
       k_scale, v_scale: of caches of 8 bits, floats above 0, a scalar, [kv_heads] or [batch, kv_heads]; 1 by default. The new
         keys and values, rounded to qkv's dtype, are divided by them, rounded to 8 bits and saturated at +-448 or +-127, as
         `flash_attention` takes them with the same scales. An infinity becomes NaN in float8_e4m3fn, NaN 0 in int8.
       backend: "mosaic" (the kernel; a Hopper GPU), "interpret" (the kernel in JAX's GPU interpreter, with race detection; any
-        machine, slow), "xla". Default: $MGPU_OPS_BACKEND, else the kernel where it runs: 16-bit floats, a head_dim that is a
-        multiple of 64 up to 512, and kv_heads that divide q_heads, with kv_heads head_dim a multiple of 256. With norms of
-        heads it takes a head_dim of 64, 128 or 256 and kv_heads that are a multiple of 4.
+        machine, slow), "xla". Default: $MGPU_OPS_BACKEND, else the kernel where it runs.
 
     Returns:
       q, [batch, 1, q_heads, head_dim], and both caches, as `flash_attention` takes them.
+
+    The kernel takes 16-bit floats, kv_heads that divide q_heads, a head_dim that is a multiple of 64 up to 512, and kv_heads
+    head_dim a multiple of 256. With norms of heads head_dim is 64, 128 or 256, and kv_heads a multiple of 4.
 
     Works under jit, vmap (with a page_table one after the other) and scan. Sequences may be split over devices, but not those
     that share a pool of pages. There is no gradient.
@@ -109,6 +110,16 @@ def rotary_into_cache(
         finite, a known k_scale or v_scale that is not finite (traced ones: see `matmul`), an unknown backend, or one that
         cannot run the kernel.
       TypeError: not arrays of floats, positions that are no integers; a scale without a cache of 8 bits; a gradient.
+
+    Example:
+      >>> qkv = jnp.ones((2, (4 + 2 * 4) * 64), jnp.bfloat16)
+      >>> k_cache, v_cache = jnp.zeros((2, 2, 1024, 4, 64), jnp.bfloat16)
+      >>> angles = 7 * 10000.0 ** (-jnp.arange(32) / 32)
+      >>> q, k_cache, v_cache = mgpu_ops.rotary_into_cache(qkv, jnp.cos(angles), jnp.sin(angles), k_cache, v_cache, 7)
+      >>> q.shape
+      (2, 1, 4, 64)
+
+    Source: as for `rotary_qkv`; measurements in docs/ops/attention.md.
     """
     given = (floats.array("rotary_into_cache", name, x) for name, x in (("qkv", qkv), ("cos", cos), ("sin", sin)))
     rows, cosines, sines = given
