@@ -38,6 +38,29 @@ def field_fault(record: Any, least: dict[str, int] | None = None) -> str | None:
     return None
 
 
+def check_config(name: str, config: Any, kind: type, public: str) -> None:
+    """Raises TypeError for an argument that is neither None nor a Config, or is one that JAX cannot compare with others.
+
+    kind: the op's Config, which is mgpu_ops.<public> for a caller.
+    """
+    if config is not None and not isinstance(config, kind):
+        raise TypeError(f"{name} is {config!r}: pass a mgpu_ops.{public}")
+    if config is not None and (fault := unhashable_field(config)) is not None:
+        raise TypeError(f"{name}: {fault}")
+
+
+def unhashable_field(config: Any) -> str | None:
+    """Which field of a Config holds what is not hashable, such as a list, and what to put there, or None.
+
+    A Config is part of the key by which JAX finds what it has traced.
+    """
+    try:
+        hash(config)
+    except TypeError:
+        return f"{field_fault(config)}: give the field one such value (`mgpu-tune run` tries several)"
+    return None
+
+
 @functools.cache
 def _kinds(cls: type) -> tuple[tuple[str, Any], ...]:
     return tuple(get_type_hints(cls).items())

@@ -17,6 +17,7 @@ from mgpu_ops.collectives import Problem as CollectiveProblem
 from mgpu_ops.collectives import all_gather, all_reduce, collective_workspace, reduce_scatter
 from mgpu_ops.core import extras
 from mgpu_ops.core.gpu import target
+from mgpu_ops.core.limits import unhashable_field
 from mgpu_ops.cross_entropy import Config as CrossEntropyConfig
 from mgpu_ops.cross_entropy import Problem as CrossEntropyProblem
 from mgpu_ops.cross_entropy import cross_entropy
@@ -131,6 +132,8 @@ def use_configs(configs: Mapping[str, Any] | AnyPath) -> AbstractContextManager[
                 if given is not None and given != "xla" and not isinstance(given, kind):
                     what = f"not a {_public_name(type(given))}, {given!r:.80}"
                     raise TypeError(f"use_configs: {op} takes a {_public_name(kind)}, {what}")
+            if config != "xla" and (fault := unhashable_field(config)) is not None:
+                raise TypeError(f"use_configs: {op}: {fault}")
     return resolution.use_configs(configs)
 
 

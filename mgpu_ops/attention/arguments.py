@@ -16,6 +16,7 @@ from mgpu_ops import flags, floats, integers, kv_cache
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.problem import BIASES, MAX_ROWS, BackwardConfig, Config, Problem
 from mgpu_ops.core import mesh
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.registry import dispatch
 
 type Window = Sequence[int | None]
@@ -240,8 +241,7 @@ def _checked_number(name: str, value: Any, *, positive: bool) -> float:
 
 
 def _checked_config[C: (Config, BackwardConfig)](name: str, config: C | None, kind: type[C]) -> C | None:
-    if config is not None and not isinstance(config, kind):
-        raise TypeError(f"{name} is {config!r}: pass a mgpu_ops.FlashAttention{'Backward' * ('back' in name)}Config")
+    check_config(name, config, kind, f"FlashAttention{'Backward' * ('back' in name)}Config")
     return config
 
 

@@ -35,6 +35,7 @@ from mgpu_ops.collectives.topology import axes_of, split
 from mgpu_ops.collectives.workspace import Workspace, collective_workspace
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.registry import capture, dispatch
 from mgpu_ops.registry.dispatch import Backend
 from mgpu_ops.registry.spec import Baseline, OpSpec
@@ -205,8 +206,7 @@ def _call(
         raise ValueError(f"op={reduction!r} is not one of {', '.join(REDUCTIONS)}")
     if transport not in (None, *TRANSPORTS, XLA):
         raise ValueError(f"transport={transport!r} is not one of {', '.join(TRANSPORTS)}, {XLA}")
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.CollectiveConfig")
+    check_config("config", config, Config, "CollectiveConfig")
     backend = dispatch.requested_backend(backend)
     if backend not in (None, "xla") and transport == XLA:
         raise ValueError(f"transport='xla' does not run on backend={backend!r}: leave one of them out")

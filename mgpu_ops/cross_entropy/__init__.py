@@ -20,6 +20,7 @@ from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import mesh
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.cross_entropy.model import candidates, cost, default, distance, space
 from mgpu_ops.cross_entropy.problem import (
     SHAPES,
@@ -114,8 +115,7 @@ def cross_entropy(
     if x.shape[-1] == 0:
         raise ValueError(f"logits{x.shape} has an empty vocabulary: there is no label")
     integers.check_count("the words of logits", x.shape[-1])
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.CrossEntropyConfig")
+    check_config("config", config, Config, "CrossEntropyConfig")
     call, return_lse = _Call(config, dispatch.requested_backend(backend)), flags.checked("return_lse", return_lse)
     known = mesh.as_rows("labels", _known_labels(y, x.shape[-1]), 0)
     loss, lse = _losses(call, *mesh.same_mesh_axes(mesh.as_rows("logits", x), known))

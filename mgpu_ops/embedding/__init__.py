@@ -22,6 +22,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.embedding.model import baseline_cost, candidates, cost, default, distance, space
 from mgpu_ops.embedding.problem import (
     SHAPES,
@@ -82,8 +83,7 @@ def embedding(
     if rows.ndim != 2 or not rows.shape[0]:
         raise ValueError(f"table has shape {rows.shape}: it is [vocabulary, width], with a word or more")
     integers.check_count("the words of table", rows.shape[0])
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.EmbeddingConfig")
+    check_config("config", config, Config, "EmbeddingConfig")
     call, last = _Call(config, dispatch.requested_backend(backend)), rows.shape[0] - 1
     known = jnp.clip(integers.clipped(numbers, last), 0, last)
     out = _look_up(call, *mesh.same_mesh_axes(rows, mesh.as_rows("tokens", known, 0)))

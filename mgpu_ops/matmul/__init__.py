@@ -26,6 +26,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core.activations import Activation, checked_activation
 from mgpu_ops.core.derivatives import refuse_8_bits
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.matmul import algorithms, xla
 from mgpu_ops.matmul.arguments import checked_arrays, checked_bias, checked_out_dtype, epsilon_of
 from mgpu_ops.matmul.checks import check, supports
@@ -161,8 +162,7 @@ def matmul(
     """
     arrays = checked_arrays(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual)
     out = checked_out_dtype(out_dtype, preferred_element_type, arrays)
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.MatmulConfig")
+    check_config("config", config, Config, "MatmulConfig")
     call = Call(
         flags.checked("transpose_a", transpose_a),
         flags.checked("transpose_b", transpose_b),

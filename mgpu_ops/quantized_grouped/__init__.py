@@ -19,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 from mgpu_ops import flags, floats
 from mgpu_ops.core import mesh
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.grouped import grouped_matmul
 from mgpu_ops.grouped.batches import Kind, batchable
 from mgpu_ops.grouped.calls import checked_sizes, checked_spread
@@ -121,8 +122,7 @@ def quantized_grouped_matmul(
         )
     sizes = checked_sizes(op, group_sizes, groups, rows.shape[0], group_offset)
     first, *others = checked_scales(op, scales, zero_points, weights.dtype, (groups, k, n))
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
+    check_config("config", config, Config, "QuantizedMatmulConfig")
     call = Call(
         transpose_rhs=transpose_rhs,
         out_dtype=float_dtype(out_dtype, None, rows.dtype).name,

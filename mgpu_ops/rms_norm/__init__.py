@@ -22,6 +22,7 @@ from mgpu_ops.core import mesh, order
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.rms_norm.model import candidates, cost, default, distance, space
@@ -117,8 +118,7 @@ def rms_norm(
         raise ValueError(f"x{rows.shape} and weight{w.shape} do not fit: they are [..., width] and [width]")
     if w.dtype != rows.dtype:
         raise ValueError(f"x is {rows.dtype} and weight is {w.dtype}: cast one with .astype")
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.RmsNormConfig")
+    check_config("config", config, Config, "RmsNormConfig")
     call = _Call(
         checked_epsilon("epsilon", epsilon), config, dispatch.requested_backend(backend), flags.checked("return_x", return_x)
     )

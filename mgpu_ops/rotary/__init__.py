@@ -22,6 +22,7 @@ from mgpu_ops.core import mesh, order
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.registry import dispatch, partition
 from mgpu_ops.registry.spec import OpSpec
 from mgpu_ops.rms_rows import checked_epsilon, factors
@@ -58,8 +59,7 @@ class RotaryCall:
         for name, number in (("heads", heads), ("kv_heads", kv_heads)):
             if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
                 raise ValueError(f"{name}={number!r} must be an integer of at least 1")
-        if config is not None and not isinstance(config, Config):
-            raise TypeError(f"config is {config!r}: pass a mgpu_ops.RotaryConfig")
+        check_config("config", config, Config, "RotaryConfig")
         return cls(int(heads), int(kv_heads), config, dispatch.requested_backend(backend))
 
     def checked(self, op: str, qkv: ArrayLike, cos: ArrayLike, sin: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import FLOAT8, result_dtype
+from mgpu_ops.core.limits import FLOAT8, check_config, result_dtype
 from mgpu_ops.grouped.batches import Kind, batchable
 from mgpu_ops.grouped.calls import (
     check_finite_scales,
@@ -146,8 +146,7 @@ def gated_grouped_matmul(
     indices = () if row_indices is None else (checked_row_indices(row_indices, lhs.shape[0]),)
     rows = indices[0].shape[0] if indices else lhs.shape[0]
     sizes = checked_sizes(name, group_sizes, w_gate.shape[0], rows, group_offset, "w_gate")
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    check_config("config", config, Config, "GroupedMatmulConfig")
     n = w_gate.shape[1 if transpose_w else 2]
     kind, scales = _checked_scales((scale_lhs, scale_gate, scale_up), (rows, n, k), w_gate.shape[0])
     is_shard = group_offset is not None

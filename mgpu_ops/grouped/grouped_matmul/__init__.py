@@ -24,7 +24,7 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import FLOAT8, result_dtype
+from mgpu_ops.core.limits import FLOAT8, check_config, result_dtype
 from mgpu_ops.grouped.batches import Kind, batchable
 from mgpu_ops.grouped.calls import (
     check_finite_scales,
@@ -174,8 +174,7 @@ def grouped_matmul(
         if bias.shape != (rhs.shape[0], n):
             raise ValueError(f"bias has shape {bias.shape}: it must be [groups, n] = {(rhs.shape[0], n)}")
         bias = bias.astype(np.promote_types(bias.dtype, np.float32))
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    check_config("config", config, Config, "GroupedMatmulConfig")
     scales, extra = checked_scales((scale_lhs, scale_rhs), (m, n, k), rhs.shape[0])
     check_finite_scales(sizes, group_offset is not None, scale_lhs=scale_lhs, scale_rhs=scale_rhs)
     extra |= {} if bias is None else {"bias": bias}

@@ -22,6 +22,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.batches import batchable
 from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread
@@ -107,8 +108,7 @@ def ragged_contraction(
         raise ValueError(f"num_groups={num_groups!r} is not from 1 to the {every} groups of group_sizes")
     groups = None if num_groups is None else int(num_groups)
     sizes = checked_sizes("ragged_contraction", group_sizes, groups, lhs.shape[0], group_offset, "the result")
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GroupedMatmulConfig")
+    check_config("config", config, Config, "GroupedMatmulConfig")
     out, wanted = checked_out_dtype(out_dtype, lhs.dtype), dispatch.requested_backend(backend)
     call = Call(out, checked_spread(spread), config, wanted, group_offset=group_offset is not None)
     return contraction(call, *mesh.same_mesh_axes(lhs, rhs, sizes))

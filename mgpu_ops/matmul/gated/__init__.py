@@ -24,6 +24,7 @@ from mgpu_ops.core.activations import Activation, activate, checked_activation
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.derivatives import first_order, refuse_8_bits
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.matmul import SPEC as PRODUCT
 from mgpu_ops.matmul import Problem as Product
 from mgpu_ops.matmul import matmul
@@ -124,8 +125,7 @@ def gated_matmul(
             f"x{rows.shape} and w_gate{weights[0].shape} differ in k: {rows.shape[-1]} != {k} (transpose_w={transpose_w})"
         )
     out = float_dtype(out_dtype, None, rows.dtype)
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.GatedMatmulConfig")
+    check_config("config", config, Config, "GatedMatmulConfig")
     call = Call(
         checked_activation(activation),
         transpose_w,

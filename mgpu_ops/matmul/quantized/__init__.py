@@ -22,6 +22,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.limits import check_config
 from mgpu_ops.matmul import like_the_result
 from mgpu_ops.matmul.arguments import checked_bias, float_dtype
 from mgpu_ops.matmul.epilogue import by_name, with_epilogue
@@ -132,8 +133,7 @@ def quantized_matmul(
     if residual is not None:
         added = floats.array("quantized_matmul", "residual", residual)
         arrays.append(mesh.as_rows("residual", like_the_result(added, (*rows.shape[:-1], n), out.name)))
-    if config is not None and not isinstance(config, Config):
-        raise TypeError(f"config is {config!r}: pass a mgpu_ops.QuantizedMatmulConfig")
+    check_config("config", config, Config, "QuantizedMatmulConfig")
     backend = dispatch.requested_backend(backend)
     call = _Call(transpose_w, out.name, config, backend, zero_points is not None, bias is not None, residual is not None)
     flat = mesh.same_mesh_axes(mesh.as_rows("x", rows), weights, *arrays)
