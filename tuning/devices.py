@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_ops.core import extras
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.tuning.device import Device, Measured
@@ -98,5 +99,5 @@ def devices_for(
         if name and gpu.find(name).key != found[0].gpu.key:
             raise NoDevice(f"--gpu {name} would be modelled, --workers measures on {names[0]}: leave one of them out")
         number = len(found) * gpus
-        say(f"measuring on {number} GPU{'s' * (number != 1)}: {names[0]}, driver {found[0].versions['driver']}")
+        say(f"measuring on {count(number, 'GPU')}: {names[0]}, driver {found[0].versions['driver']}")
         yield list(found)

@@ -15,6 +15,7 @@ from typing import Any
 
 from mgpu_ops.tuning import compile_pool, neighbours
 from mgpu_ops.tuning.device import Measured
+from mgpu_ops.tuning.terminal import count
 from mgpu_ops.tuning.worker import Lost
 
 _log = logging.getLogger("mgpu_ops")
@@ -47,12 +48,13 @@ def devices(workers: int | None = 1, gpus: int = 1, **options: Any) -> Iterator[
     where one cannot be measured on.
     """
     seen = neighbours.visible()
+    here = f"{count(len(seen), 'GPU')} {'is' if len(seen) == 1 else 'are'} visible here"
     if gpus > max(len(seen), 1):
-        raise ValueError(f"the problem takes {gpus} GPUs: {len(seen)} GPU(s) are visible here")
+        raise ValueError(f"the problem takes {count(gpus, 'GPU')}: {here}")
     names: list[str | None] = [",".join(seen[i : i + gpus]) for i in range(0, len(seen) - gpus + 1, gpus)] or [None]
     if workers is not None and not 1 <= workers <= len(names):
         each = f", {gpus} for each worker" if gpus > 1 else ""
-        raise ValueError(f"workers={workers}: {len(seen)} GPU(s) are visible here{each}: ask for at most so many, or for all")
+        raise ValueError(f"workers={workers}: {here}{each}: ask for at most so many, or for all")
     names = names[:workers]
     with (
         compile_pool.Pool(min(compile_pool.cores(), _COMPILERS * len(names))) as pool,

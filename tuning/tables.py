@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mgpu_ops.tuning.outcome import Trial
 
 from mgpu_ops.registry import database, winner
-from mgpu_ops.tuning.terminal import printable
+from mgpu_ops.tuning.terminal import count, printable
 
 SHOWN = 12  # trials
 
@@ -32,7 +32,7 @@ def trials_table(trials: Sequence[Trial], baseline: str | None) -> Table:
     fields = list(configs[0]) if configs else []
     varying = [f for f in fields if len({c[f] for c in configs}) > 1]
     shared = assignments(configs[0], [f for f in fields if f not in varying]) if configs else ""
-    all_trials = f"{len(trials)} trial{'s' * (len(trials) != 1)}"
+    all_trials = count(len(trials), "trial")
     more = f"{len(ok)} best of {all_trials}" if len(trials) > len(ok) else all_trials
     table = Table(title=more, caption=f"all: {shared}" if shared else None, title_justify="left", caption_justify="left")
     measured = any(t.outcome.baseline_us for t in ok)

@@ -17,6 +17,11 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def count(number: int, one: str, several: str | None = None) -> str:
+    """ "1 fault", "2 faults"; `several` is the plural that takes more than an s."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
 def brief(error: BaseException) -> str:
     """An exception as one short line."""
     first = str(error).strip().partition("\n")[0]

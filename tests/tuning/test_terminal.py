@@ -28,6 +28,11 @@ H200 = gpu.find("h200")
 MATMUL = spec_of("matmul")
 
 
+def test_a_number_of_things_is_worded_as_one_or_as_several():
+    assert [terminal.count(number, "trial") for number in (0, 1, 2)] == ["0 trials", "1 trial", "2 trials"]
+    assert [terminal.count(number, "entry", "entries") for number in (0, 1, 2)] == ["0 entries", "1 entry", "2 entries"]
+
+
 def entry(size: int = 512, text: str = EVIL, **evidence: Any) -> database.Entry:
     """A good problem and config, with a text of others in the evidence."""
     found = database.Evidence(

@@ -24,7 +24,7 @@ from mgpu_ops.tuning import storage
 from mgpu_ops.tuning.bench import plot, report, results
 from mgpu_ops.tuning.bench.sources import Sources
 from mgpu_ops.tuning.tables import assignments, in_order
-from mgpu_ops.tuning.terminal import printable
+from mgpu_ops.tuning.terminal import count, printable
 
 _FOLDER = Path(__file__).parent
 _STYLE, _SCRIPT = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
@@ -211,8 +211,8 @@ def _summary(found: Sources, specs: Mapping[str, OpSpec]) -> str:
     shown = _what_is_tuned(found, specs) + _beside_others(found, specs)
     if found.runs:
         tried, failed = sum(len(run.trials) for run in found.runs), sum(sum(run.failures.values()) for run in found.runs)
-        searches = f"{len(found.runs)} search{'es' * (len(found.runs) != 1)}"
-        shown += f"<p>{_text(f'{searches} with {tried} trials, of which {failed} failed.')}</p>\n"
+        searches = count(len(found.runs), "search", "searches")
+        shown += f"<p>{_text(f'{searches} with {count(tried, "trial")}, of which {failed} failed.')}</p>\n"
     return shown or "<p>Nothing is tuned, benchmarked or searched.</p>\n"
 
 
@@ -227,7 +227,7 @@ def _what_is_tuned(found: Sources, specs: Mapping[str, OpSpec]) -> str:
     columns: list[tuple[str, Kind]] = [("op", "short"), ("GPU", "short"), ("database", "short")]
     columns += [(name, "count") for name in ("problems", "measured", "modelled", "out of date")]
     total = len(found.taken(specs))  # a problem may be in several databases
-    return _table(f"What is tuned: {total} problem{'s' * (total != 1)}", columns, tuned) if tuned else ""
+    return _table(f"What is tuned: {count(total, 'problem')}", columns, tuned) if tuned else ""
 
 
 def _beside_others(found: Sources, specs: Mapping[str, OpSpec]) -> str:
@@ -265,7 +265,7 @@ def _entries(path: Path, file: File, spec: OpSpec | None) -> tuple[str, str]:
     columns: list[tuple[str, Kind]] = [("problem", "name"), ("us", "number"), ("TFLOP/s", "number"), ("bus GB/s", "number")]
     columns += [("of roofline", "share"), *((name, "ratio") for name in ("x default", *baselines)), ("runs", "short")]
     columns += [("trials", "count"), ("evidence", "short"), ("config", "long"), ("found", "short"), ("remark", "short")]
-    told = [f"{len(entries)} problem{'s' * (len(entries) != 1)}", where(str(path))]
+    told = [count(len(entries), "problem"), where(str(path))]
     for name in ("evidence", "found", "remark"):
         values = {cells.get(name) for cells in entries}
         if len(values) == 1 and len(entries) > 1:
@@ -317,7 +317,7 @@ def _benchmarks(rows: Sequence[results.Measurement]) -> list[tuple[str, str, str
             columns += [(f"of {competitor}", "of") if competitor in of else (f"x {competitor}", "ratio")]
             columns += [(f"x J {competitor}", "ratio")] * (competitor != results.BEST)
         columns += [("error", "error"), ("config", "long")]
-        told = [f"{len(every)} problem{'s' * (len(every) != 1)}"]
+        told = [count(len(every), "problem")]
         for name in ("date", "driver", "jax", "cudnn", "cublas", "ptxas"):
             values = list(dict.fromkeys(filter(None, (getattr(row, name) for row in of_set))))
             told += [", ".join(values) if name == "date" else f"{name} {', '.join(values)}"] if values else []
@@ -362,8 +362,8 @@ def _failures(runs: Sequence[plot.Run]) -> list[tuple[str, str, str]]:
             for run in of_op
             for (kind, detail), number in run.failures.most_common()
         ]
-        searches = f"{len(of_op)} search{'es' * (len(of_op) != 1)}"
-        told = f"{sum(row[3] for row in rows)} of {tried} trials of {searches} failed"
+        searches = count(len(of_op), "search", "searches")
+        told = f"{sum(row[3] for row in rows)} of {count(tried, 'trial')} of {searches} failed"
         columns = [("problem", "name"), ("GPU", "short"), ("kind", "short"), ("trials", "count"), ("reason", "long")]
         shown.append((op, "Failures", _table(told, columns, rows) if rows else f"<p>{_text(told)}.</p>\n"))
     return shown

@@ -21,7 +21,7 @@ from mgpu_ops.tuning.bench import report
 from mgpu_ops.tuning.bench.implementations import COMPETITORS
 from mgpu_ops.tuning.bench.results import OURS, ROOFLINE, SUSTAINED, Measurement, Stamp, Texts
 from mgpu_ops.tuning.labels import label
-from mgpu_ops.tuning.terminal import printable
+from mgpu_ops.tuning.terminal import count, printable
 
 if TYPE_CHECKING:
     import optuna
@@ -299,7 +299,7 @@ def parameters(run: Run, stem: Path, suffixes: Sequence[str] = report.SUFFIXES) 
         for ax in panels[len(fields) :]:
             ax.set_visible(False)
         fixed = [f"{k}={v}" for k, v in best.config.items() if k not in fields]
-        told = [f"{len(run.ok)} trials; line: best of each value; diamond: best of all, {_us(best.us)}"]
+        told = [f"{count(len(run.ok), 'trial')}; line: best of each value; diamond: best of all, {_us(best.us)}"]
         told += ["always " + " ".join(fixed)] if fixed else []
         figure.supxlabel("\n".join(report.wrapped(line, figure.get_figwidth(), 8) for line in told), fontsize=8)
         return save(figure, stem, suffixes)

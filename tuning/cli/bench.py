@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.arguments import BACKENDS, COMPETITORS, problem_arguments, seconds
 from mgpu_ops.tuning.cli.selection import problems_of
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, writable
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, say, writable
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.core.gpu import Gpu

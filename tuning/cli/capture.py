@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.arguments import positive_int
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, writable
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, say, writable
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     import jax

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, say
 from mgpu_ops.tuning.cli.validate import counted, faults_of, stale_of
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.registry.database import Entry
@@ -55,7 +56,7 @@ def _summary(path: Path) -> str:
 
     entries = database.read(path).entries
     gpus = ", ".join(sorted({entry.evidence.gpu for entry in entries}))
-    number = count(len(entries), "entry").replace("entrys", "entries")
+    number = count(len(entries), "entry", "entries")
     return f"{number}, all measured on {gpus}" if entries else number
 
 

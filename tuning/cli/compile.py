@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.capture import NO_CALL, Program, function_arguments, program_of
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say
-from mgpu_ops.tuning.terminal import brief
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, say
+from mgpu_ops.tuning.terminal import brief, count
 
 if TYPE_CHECKING:
     from mgpu_ops.core.aot import Report
@@ -152,14 +152,11 @@ def _whole(program: Program, devices: int | None) -> dict[str, Any]:
         )
         return {"error": brief(e)}
     say(
-        f"the whole program compiles: {_launches(made.launches)} of our kernels in its text; {_mib(made.argument_bytes)} of "
-        f"arguments, {_mib(made.output_bytes)} of results, {_mib(made.temporary_bytes)} of temporaries"
+        f"the whole program compiles: {count(made.launches, 'launch', 'launches')} of our kernels in its text; "
+        f"{_mib(made.argument_bytes)} of arguments, {_mib(made.output_bytes)} of results, "
+        f"{_mib(made.temporary_bytes)} of temporaries"
     )
     return dataclasses.asdict(made)
-
-
-def _launches(number: int) -> str:
-    return "1 launch" if number == 1 else f"{number} launches"
 
 
 def _mib(size: int) -> str:

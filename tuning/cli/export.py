@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.merge import shared_files
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say, writable
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, say, writable
 from mgpu_ops.tuning.cli.storages import finished_argument, finished_storage
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.registry.database import Entry

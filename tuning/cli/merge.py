@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, database_at, is_directory, say
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, database_at, is_directory, say
 from mgpu_ops.tuning.cli.storages import finished_argument, finished_storage
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.registry.database import Entry, File

@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, say, writable
+from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, say, writable
 from mgpu_ops.tuning.cli.storages import finished_argument, finished_storage, refuse_password
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.tuning.bench.sources import Sources

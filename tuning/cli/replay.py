@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.core import extras
 from mgpu_ops.tuning.cli.arguments import positive_int
-from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, say, writable
+from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, say, writable
 from mgpu_ops.tuning.cli.sweep import OUTPUT
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.tuning.replay.replay import HeldOut, Score
@@ -112,7 +113,7 @@ def _played(sweeps: Sequence[Sweep], samplers: Sequence[str], arguments: argpars
 
     total = len(sweeps) * sum(1 if name == "brute" else arguments.seeds for name in samplers)
     with Progress(console=terminal.console()) as bar:
-        task = bar.add_task("1 search" if total == 1 else f"{total} searches", total=total)
+        task = bar.add_task(count(total, "search", "searches"), total=total)
         return dict(replay.play_all(sweeps, samplers, arguments.trials, arguments.seeds, lambda: bar.update(task, advance=1)))
 
 
@@ -122,7 +123,8 @@ def _print(sweeps: Sequence[Sweep], scores: dict[str, Score], held_out: HeldOut,
     from mgpu_ops.tuning import terminal
     from mgpu_ops.tuning.replay import replay
 
-    table = Table(title=f"{count(len(sweeps), 'problem')}, {arguments.trials} trials, {count(arguments.seeds, 'seed')}")
+    counted = (len(sweeps), "problem"), (arguments.trials, "trial"), (arguments.seeds, "seed")
+    table = Table(title=", ".join(count(*each) for each in counted))
     for heading in ("search", "median regret", "p95 regret", "score", "spread of reruns", "trials to 1 %"):
         table.add_column(heading, justify="left" if heading == "search" else "right")
     for name, s in scores.items():

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_ops.tuning.cli.plot import find, source_arguments
-from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, say, writable
+from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, say, writable
+from mgpu_ops.tuning.terminal import count
 
 
 def register(commands: Any) -> None:
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as e:
         raise UsageError(f"{arguments.output}: cannot be written ({e.strerror}): name another --output") from None
     entries = len(found.taken(mgpu_ops.SPECS))
-    told = [count(entries, "tuned problem"), count(len(found.runs), "search").replace("searchs", "searches")]
+    told = [count(entries, "tuned problem"), count(len(found.runs), "search", "searches")]
     say(f"wrote {arguments.output}: {', '.join(told)}, {count(len(pictures), 'picture')}")
     answer(
         arguments,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.run import options_of, search_arguments
 from mgpu_ops.tuning.cli.session import Session, studies_of
-from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, count, say
+from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, say
 from mgpu_ops.tuning.devices import devices_for
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.registry.database import Entry, File

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from mgpu_ops.tuning.cli.arguments import positive_int, problem_arguments, seconds, seed, workers_argument
 from mgpu_ops.tuning.cli.selection import jobs_of, runnable, supported
 from mgpu_ops.tuning.cli.session import ALL, Session, studies_of
-from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, count, database_at, gpu_or_current, is_directory, say
+from mgpu_ops.tuning.cli.shared import OK, UsageError, answer, command, database_at, gpu_or_current, is_directory, say
 from mgpu_ops.tuning.cli.storages import required_storage, storage_argument
 from mgpu_ops.tuning.devices import devices_for
 from mgpu_ops.tuning.options import OBJECTIVES, SAMPLERS, TRIALS, TuneOptions
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.core.gpu import Gpu

@@ -107,11 +107,6 @@ def database_at(place: Path, gpu_key: str, op: str) -> Path:
     return place / gpu_key / f"{op}.json" if is_directory(place) else place
 
 
-def count(number: int, what: str) -> str:
-    """ "1 fault", "2 faults" """
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def gpu_or_current(name: str | None) -> Gpu:
     """The GPU of that name, or the one here."""
     from mgpu_ops.core import gpu

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, count, say
+from mgpu_ops.tuning.cli.shared import OK, WRONG, answer, command, say
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from mgpu_ops.registry.database import Entry

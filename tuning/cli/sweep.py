@@ -17,11 +17,11 @@ from mgpu_ops.tuning.cli.shared import (
     UsageError,
     answer,
     command,
-    count,
     say,
     writable,
 )
 from mgpu_ops.tuning.devices import devices_for, has_gpu
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     from rich.progress import Progress

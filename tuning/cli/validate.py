@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, count, say
+from mgpu_ops.tuning.cli.shared import OK, WRONG, UsageError, answer, command, say
+from mgpu_ops.tuning.terminal import count
 
 
 def register(commands: Any) -> None:
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         found.append({"path": path, "faults": faults} | ({"stale": old} if arguments.stale else {}))
     number = sum(len(file.get("stale", ())) for file in found)
     if number:
-        say(f"{count(number, 'entry').replace('entrys', 'entries')} of another jax: used all the same; "
+        say(f"{count(number, 'entry', 'entries')} of another jax: used all the same; "
             "`mgpu-tune retune --stale` tunes them again")  # fmt: skip
     answer(arguments, {"files": found})
     return WRONG if any(file["faults"] for file in found) else OK

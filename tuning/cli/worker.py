@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_ops.tuning.cli.arguments import seconds, workers_argument
-from mgpu_ops.tuning.cli.shared import INTERRUPTED, OK, WRONG, UsageError, answer, command, count, say
+from mgpu_ops.tuning.cli.shared import INTERRUPTED, OK, WRONG, UsageError, answer, command, say
 from mgpu_ops.tuning.cli.storages import required_storage, storage_argument
 from mgpu_ops.tuning.devices import devices_for
+from mgpu_ops.tuning.terminal import count
 
 if TYPE_CHECKING:
     import optuna
