@@ -103,15 +103,16 @@ def fingerprint(arrays: Any) -> tuple[int, ...]:
 
 @jax.jit
 def _same(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.array_equal(_bits(x), _bits(y))
+    return jnp.array_equal(_as_integers(x), _as_integers(y))
 
 
 @jax.jit
 def _sum(x: jax.Array) -> jax.Array:
-    return jnp.sum(_bits(x), dtype=jnp.uint32)
+    return jnp.sum(_as_integers(x), dtype=jnp.uint32)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def _as_integers(x: jax.Array) -> jax.Array:
+    """The bits of each number as an unsigned integer."""
     if x.dtype in (jnp.bool_, jnp.int4, jnp.uint4):  # in bytes of their own: two numbers of 4 bits share one in memory
         return x.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize, jnp.uint8))
