@@ -17,26 +17,30 @@ from mgpu_ops.core.limits import MAX_SIZE, check_fields, itemsize_of, supports_d
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """out = softmax(scale q k^T + bias, where visible) v for each head: q[batch, q_tokens, q_heads, head_dim], k and v
-    [batch, kv_tokens, kv_heads, head_dim]; or v [batch, kv_tokens, kv_heads, v_head_dim].
+    """out = softmax(scale q k^T + bias, where visible) v for each head, of q[batch, q_tokens, q_heads, head_dim], k and v
+    [batch, kv_tokens, kv_heads, head_dim]. Row t sees keys s with t + offset - window_left <= s <= t + offset + window_right.
 
-    Query row t sees key s where t + offset - window_left <= s <= t + offset + window_right.
-
-    batch, q_tokens, kv_tokens, q_heads, kv_heads, head_dim: dimensions; kv_heads divides q_heads.
+    batch: sequences.
+    q_tokens: queries of a sequence.
+    kv_tokens: keys of a sequence.
+    q_heads: heads of q, a multiple of kv_heads.
+    kv_heads: heads of k and v.
+    head_dim: numbers of a head of q and k, and of v without `v_head_dim`; up to 256 in the kernels.
     dtype: of q, k and v, "bfloat16" or "float16" in the kernels.
-    kv_dtype: "none", that of q; or "float8_e4m3fn" or "int8" for k and v of 8 bits, each with a scale for each head.
-    causal: bounds the right side by 0.
-    window_left, window_right: keys before and after a row's own that it sees; -1 is a side without bound.
-    align: "top_left", the offset is 0, or "bottom_right", it is kv_tokens - q_tokens: the last query sees the last key.
-    lengths: each batch entry has token counts of its own.
-    segments: each token has an id, and sees its own segment only.
-    bias: "none", or the dtype of an additive bias.
-    soft_cap: scores go through cap tanh(score / cap) before the bias.
-    soft_cap_after_bias: after it instead; -inf in a bias still hides a key.
-    sinks: each query head has a logit that counts in the sums of exponentials, as a key without a value.
-    v_head_dim: of v and the output where it is less than head_dim; 0: the same.
-    page_size: tokens of a page of a paged cache; 0: there are no pages. k and v are then pools of pages, [pages, page_size,
-      kv_heads, head_dim], and a table [batch, kv_tokens / page_size] says which of them hold an entry's keys.
+    kv_dtype: of k and v: "none", q's; or "float8_e4m3fn" or "int8", with a scale for each head.
+    causal: whether a row sees no key after its own.
+    window_left: keys before a row's own that it sees; -1: all.
+    window_right: keys after a row's own that it sees; -1: all.
+    align: the offset: "top_left", 0; or "bottom_right", kv_tokens - q_tokens: the last query sees the last key.
+    lengths: whether each sequence has token counts of its own.
+    segments: whether each token has an id, and sees its own segment only.
+    bias: "none", or the dtype of an additive bias, "bfloat16", "float16" or "float32".
+    soft_cap: whether scores go through cap tanh(score / cap), before the bias.
+    soft_cap_after_bias: whether they do so after it; -inf in a bias still hides a key.
+    sinks: whether each query head has a logit that counts in the sums of exponentials, as a key without a value.
+    v_head_dim: numbers of a head of v and the output, where less than head_dim; 0: the same.
+    page_size: tokens of a page of a paged cache, 16, 32, 64, 128 or 256; 0: no pages. k and v are then pools [pages, page_size,
+      kv_heads, head_dim], and a table [batch, kv_tokens / page_size] says which of them hold a sequence's keys.
     """
 
     batch: int
@@ -106,8 +110,8 @@ class Problem:
 class BackwardProblem(Problem):
     """The gradients of a `Problem` with respect to q, k and v.
 
-    deterministic: sums are taken in a fixed order, so that equal inputs give bitwise equal gradients.
-    bias_grad: with respect to the bias too.
+    deterministic: whether sums are taken in a fixed order, so that equal inputs give bitwise equal gradients.
+    bias_grad: whether there is a gradient with respect to the bias too.
     """
 
     deterministic: bool = False
@@ -116,26 +120,22 @@ class BackwardProblem(Problem):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """How a thread block of the forward kernel works. Tuned; no field changes the answer.
+    """How a thread block of the forward kernel works. Every field is tuned; none changes the answer.
 
-    compute_warpgroups: consumer warpgroups, 1 to 3, with 64 query rows each. One producer warpgroup comes on top.
-    tile_kv: keys of a kv block, which is one step of the loop.
-    max_concurrent_steps: stages of the pipelines of keys and of values, a kv block each.
-    q_slots: stages of the pipeline of queries. With 2, the next q block loads while consumers work on this one; with 3, from
-      before they begin it, which pays where keys are few. The output leaves from there.
-    section_waves: heads are worked through in sections that fill the GPU that many times, their longest tiles first.
-    memory_registers: registers of a producer thread. The consumers share the rest.
-    pv_wait: when to wait for weights times values: "late", after the softmax of the next kv block; "half", after half of its
-      exponentials, and row sums are then added up over a row's four threads once, after the last block; or "early", where ptxas
-      puts it.
-    kv_splits: 0, or over how many thread blocks the keys of a head are split (`decode.py`): for few query tokens. A block is
-      then one warpgroup with one stage less for values than for keys, which it reads earlier, and only tile_kv and
-      max_concurrent_steps can be chosen beside it.
-    kv_cluster: how many of these thread blocks are a cluster, which adds up their outputs. Another kernel adds up those of
-      the clusters.
-    turns: "products", consumers take turns at starting the two products of a step, or "none".
-    rescale: "always", the output is multiplied in each step by how much a row's weights shrink; or "conditional", by warps,
-      where the greatest score of one of 16 rows has grown by more than a threshold (a factor of 256 in its weight).
+    compute_warpgroups: consumer warpgroups, 1 to 3, with 64 query rows each; a producer warpgroup comes on top.
+    tile_kv: keys of a kv block, which is one step of the loop: a multiple of 64 up to 256.
+    max_concurrent_steps: stages of the pipelines of keys and of values, a kv block each, 2 to 16.
+    q_slots: stages of the pipeline of queries: 1; 2, the next q block loads meanwhile; 3, it loads before, for few keys.
+    section_waves: how often a section of heads fills the GPU, 1 to 1024. Sections run in turn, longest tiles first.
+    memory_registers: registers of a producer thread, a multiple of 8 from 24 to 128; consumers share the rest.
+    pv_wait: when weights times values are waited for: "late", after the softmax of the next kv block; "half", after half of its
+      exponentials, and row sums are added up over a row's four threads once, at the end; or "early", where ptxas puts it.
+    kv_splits: thread blocks that the keys of a head are split over, up to 256 (`decode.py`), for few query tokens; 0: no split.
+      Only tile_kv, max_concurrent_steps (of keys; values have one less) and kv_cluster can be chosen beside it.
+    kv_cluster: how many of these blocks are a cluster and add up their outputs: 1, 2, 4, 8 or 16. A kernel adds the clusters'.
+    turns: whether consumers take turns at starting the two products of a step: "products", or "none".
+    rescale: when the output is multiplied by how much a row's weights shrink: "always", in each step; "conditional", by a warp,
+      when the greatest score of one of its 16 rows has grown by more than a threshold (a factor of 256 in its weight).
     """
 
     compute_warpgroups: int
@@ -153,24 +153,25 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BackwardConfig:
-    """How the backward kernels work. Tuned; no field changes the answer.
+    """How the backward kernels work. Every field is tuned; none changes the answer.
 
     mode: "fused", one kernel for all gradients, which adds to dq in global memory; or "split", one kernel for dk and dv and one
       for dq: seven matrix products instead of five, but no atomic sums.
-    tile_q, tile_kv: query rows of a q block and keys of a kv block in the dk/dv kernel. A thread block keeps a kv block while q
-      blocks go by. (In the dq kernel it keeps 128 rows while kv blocks of 64 keys go by.)
-    max_concurrent_steps: stages of the pipeline of q blocks and their gradients.
-    section_waves, memory_registers: as in `Config`.
-    dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while the scores of
-      another q block become weights. "next" is for mode "fused" and head dims up to 128, computed as 64 or 128, without a bias
-      or a soft cap. With `deterministic`, thread blocks then take turns at adding to dq: mode "fused" has no other way.
-    q_order: with dq_step "next", whether the thread blocks of a head go through its q blocks "together", from the last one on,
-      or "apart", so that they add to different rows of dq.
+    tile_q: query rows of a q block in the dk/dv kernel, 64 or 128. (The dq kernel keeps 128 rows.)
+    tile_kv: keys of a kv block in the dk/dv kernel, which a block keeps while q blocks go by. (In the dq kernel 64 keys go by.)
+    max_concurrent_steps: stages of the pipeline of q blocks and their gradients, 1 to 16.
+    section_waves: as in `Config`.
+    memory_registers: as in `Config`.
+    dq_step: when dq and dk of a q block are computed: in the "same" step as its scores, or in the "next", while another q
+      block's scores become weights. "next": mode "fused", head dims up to 128, computed as 64 or 128, no bias or soft cap.
+      `deterministic` takes it in mode "fused": thread blocks take turns at adding to dq.
+    q_order: with dq_step "next", how the blocks of a head go through its q blocks: "together", from the last one on; or
+      "apart", so that they add to different rows of dq.
     dk_operand: with dq_step "next", where dk's product takes dS from: shared "memory", or "registers".
-    group_splits: into how many parts the query heads of a head of keys are shared out in the dk/dv kernel, equal ones or such
-      that differ by one head; what each adds to dk and dv, in the inputs' dtype, is added up afterwards.
-    kv_slots: with dq_step "next", for how many kv blocks there is shared memory: with 2, the next one's keys and values load
-      while this one's gradients leave.
+    group_splits: parts that the query heads of a head of keys are shared out in, 1 to their number, equal or one head apart; dk
+      and dv of the parts, in the inputs' dtype, are added up afterwards.
+    kv_slots: with dq_step "next", kv blocks in shared memory, 1 or 2: with 2, the next one's keys and values load while this
+      one's gradients leave.
     """
 
     mode: str

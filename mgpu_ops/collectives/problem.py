@@ -35,9 +35,9 @@ MAX_CHUNK: Final = 256 * ROW_BYTES  # TMA takes 256 rows at a time
 class Problem:
     """A collective between the GPUs of a host.
 
-    size: elements of the payload, which is x of all_reduce and reduce_scatter and the result of all_gather, on each device.
-    devices: how many GPUs.
-    dtype: of the payload.
+    size: elements of the payload on each device: x of all_reduce and reduce_scatter, the result of all_gather.
+    devices: how many GPUs, 2 to 8.
+    dtype: of the payload, "bfloat16", "float16", "float32", "int32" or "uint32".
     reduction: "add", "min" or "max"; all_gather has "add".
     transport: how GPUs reach each other, "peer" (NVLink, TMA) or "multimem" (the switch reduces and copies).
     """
@@ -54,13 +54,12 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """How the kernel works. Tuned; none of the fields changes the answer by more than rounding.
+    """How the kernel works. Every field is tuned; none changes the answer by more than rounding.
 
-    algorithm: "one_shot", "ring" or another one of schedules.py. Or "xla": XLA runs, as it does where an entry says so by its
-      times, and the other fields have no meaning.
-    blocks: thread blocks a device, all of which must be resident at once.
-    chunk: bytes that a block moves at a time.
-    stages: chunks in flight in a block.
+    algorithm: one of schedules.py, such as "one_shot", "two_shot" or "ring"; or "xla": XLA runs, no other field counts.
+    blocks: thread blocks a device, 1 to the number of SMs: all must be resident at once.
+    chunk: bytes that a block moves at a time, a multiple of 2048 up to 131072.
+    stages: chunks in flight in a block, 2 to 16.
     """
 
     algorithm: str

@@ -28,7 +28,7 @@ class Problem:
     rows: of x, the tokens.
     vocabulary: columns of x.
     dtype: of x, "bfloat16", "float16" or "float32" in the kernel. loss and lse are float32.
-    gradient: from lse and two numbers p[t] and q[t] compute exp(x[t, v] - lse[t]) p[t] - (v == label[t]) q[t], of dtype.
+    gradient: whether the result is exp(x[t, v] - lse[t]) p[t] - (v == label[t]) q[t], of dtype, of numbers p[t], q[t].
     """
 
     rows: int
@@ -45,8 +45,8 @@ class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result but for the order of its sum.
 
     blocks: on an SM at once, of one warpgroup each, which works on rows of its own: 1, 2 or 4.
-    tile: columns that a block works on at a time, a multiple of 128.
-    stages: tiles that a block has loaded or is loading.
+    tile: columns that a block works on at a time: 128, 512, 1024, 2048, 4096 or 8192.
+    stages: tiles that a block has loaded or is loading: 2, 3, 4, 6 or 8.
     """
 
     blocks: int

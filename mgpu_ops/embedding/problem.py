@@ -43,7 +43,7 @@ class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result but for the order of sums.
 
     blocks: on an SM at once, of one warpgroup each, which works on words of its own: 2, 4, 6 or 8.
-    loads: tokens whose rows it loads at once, 2, 4 or 8.
+    loads: tokens whose rows a block loads at once, 2, 4 or 8.
     """
 
     blocks: int

@@ -19,22 +19,23 @@ def panel(dtype: str) -> int:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Config:
-    """How a block of grouped_matmul or ragged_contraction works. Tuned; none of the fields changes the answer.
+    """How a block of grouped_matmul or ragged_contraction works. Every field is tuned; none changes the answer.
 
-    tile_m, tile_n: rows and columns of the output tile of a block; a group's first tile begins at its first row.
-    tile_k: depth of one pipeline step.
-    max_concurrent_steps: stages of the shared-memory pipeline.
-    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
-    wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
-    raster_width: a group's tiles are walked in strips of this many tile rows, column by column.
-    epilogue_tile_n: columns stored at a time; such an epilogue tile goes through one of a warpgroup's `epilogue_slots` buffers.
-    epilogue_slots: buffers of a warpgroup for epilogue tiles.
-    memory_registers: registers of a producer thread; consumers share the rest.
-    schedule: "static", a block has each so many-th tile; or "dynamic", it takes the next one when it is free, of a contraction
-      those of the largest groups first. For groups of uneven sizes; it takes a small kernel of XLA's before. "deferred" and
-      "dynamic-deferred" are the same, but a tile is rounded and kept in registers, and stored while the next one is multiplied.
-    short_tiles: where at most 64 rows are left for a group's last tile, it has 64 rows, which the two consumers share along n.
-      For products whose tiles are handed out.
+    tile_m: rows of a block's output tile, up to 256; a group's first tile begins at its first row.
+    tile_n: columns of a block's output tile, up to 256.
+    tile_k: depth of one pipeline step, 64 or 128 elements of 16 bits, or 128 or 256 of 8.
+    max_concurrent_steps: stages of the pipeline in shared memory, 2 or more.
+    compute_warpgroups: consumer warpgroups of a block, 1 or 2, beside the producer.
+    wg_dimension: the side of the output tile that two consumer warpgroups share, "m" or "n".
+    raster_width: tile rows of a strip, 1 to 1024: a group's tiles are walked in strips, column by column.
+    epilogue_tile_n: columns that are stored at a time, an epilogue tile.
+    epilogue_slots: buffers of a warpgroup for epilogue tiles, 1 or more.
+    memory_registers: registers of a producer thread, a multiple of 8 from 24 to 128; consumers share the rest.
+    schedule: how blocks get output tiles, and when they store them:
+      "static": each block has every so-many-th tile.
+      "dynamic": blocks take tiles as they become free, after a small kernel of XLA's; for groups of uneven sizes.
+      "deferred", "dynamic-deferred": the same, but a tile stays in registers and is stored while the next one is multiplied.
+    short_tiles: whether a group's last tile, if at most 64 rows are left, has 64, shared along n. For dynamic schedules.
     """
 
     tile_m: int

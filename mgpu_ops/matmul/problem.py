@@ -23,25 +23,24 @@ from mgpu_ops.models import MODELS
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """`batch` products of A[m, k] and B[k, n], out = activation(A B + bias) + residual.
+    """out = activation(A B + bias) + residual, of A[m, k] and B[k, n], `batch` times.
 
-    m, n, k: rows of A, columns of B, and what is summed over.
-    dtype: of A and B: in the kernel "bfloat16", "float16", "float32", or in layout "nt" "float8_e4m3fn", "float8_e5m2" or
-      "int8".
-    out_dtype: of the result, dtype or "float32"; of a product of 8 bits "bfloat16", "float16" or "float32", of int8 without an
-      epilogue also "int32".
-    layout: how A and B are stored, "n" as written, "t" transposed (A as [k, m], B as [n, k]); "nt" is A as written and B
-      transposed.
+    m: rows of A and of the result.
+    n: columns of B and of the result.
+    k: what is summed over.
+    dtype: of A and B. In the kernel "bfloat16", "float16", "float32"; in "nt" also "float8_e4m3fn", "float8_e5m2", "int8".
+    out_dtype: of the result, dtype or "float32"; of 8-bit floats and int8 "bfloat16", "float16" or "float32"; of int8 without
+      an epilogue also "int32".
+    layout: how A and B are stored, "nn", "nt", "tn" or "tt": "n" as written, "t" transposed (A as [k, m], B as [n, k]).
     batch: how many products; an operand without this dimension is shared by all.
     bias: whether bias[n] is added to each row.
-    activation: of `core.activations`.
+    activation: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf".
     residual: whether an array of the result's shape and dtype is added last.
     b_dtype: of B where it is the other of the two 8-bit floats; "none" where it is dtype.
-    scales: of `SCALES`, float32 numbers that A B is multiplied by before the bias: "none"; "tensor", scale_a[1] and scale_b[1];
-      "row", scale_a[m] and scale_b[n]; "block", scale_a[m, k / 128] and scale_b[n / 128, k / 128], rounded up, where the
-      product of each 128 of k is scaled and then added up.
-    algorithm: how float32 is multiplied, of `algorithms.PRESETS`; "tf32" where none is given. "none" for other dtypes.
-    normalised: rows of A are divided by their root mean square, sqrt(mean over k of A^2 + epsilon), epsilon[1] float32.
+    scales: float32 factors of A B, before the bias: "none"; "tensor", scale_a[1] and scale_b[1]; "row", scale_a[m] and
+      scale_b[n]; "block", scale_a[m, k / 128] and scale_b[n / 128, k / 128], rounded up, of the product of each 128 of k.
+    algorithm: how float32 is multiplied: "tf32" (default), "bf16", "bf16_x3", "bf16_x6", "bf16_x9"; "none" for other dtypes.
+    normalised: whether rows of A are divided by sqrt(mean over k of A^2 + epsilon), epsilon[1] float32.
     """
 
     m: int
@@ -76,27 +75,25 @@ class Problem:
 class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result, except the order of float32 sums over k.
 
-    tile_m, tile_n: rows and columns of the output tile of a block. With a tile_m that is no multiple of 64 the kernel computes
-      the transposed product, out^T = B^T A^T: wgmma's 64 rows are then columns of the output, and rows of A come in eights.
-    tile_k: depth of one pipeline step.
-    max_concurrent_steps: stages of the pipeline in shared memory.
-    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer; or 3 without one, with schedule="ahead".
-    wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
-    cluster: "none"; "m" or "n": two blocks, adjacent along it, load the operand they share once (multicast); "m4" or "n4": four
-      blocks. The last ones have no tile where tiles along it are no multiple of two or four. "k": `split_k` blocks, 2, 4 or 8,
-      compute parts of k of one tile and add them up through distributed shared memory.
-    raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
-    raster_width: see raster_dimension.
+    tile_m: rows of a block's output tile, up to 256: a multiple of 64; or of 8, and the kernel computes out^T = B^T A^T.
+    tile_n: columns of a block's output tile, up to 256.
+    tile_k: depth of one pipeline step, in elements of k.
+    max_concurrent_steps: stages of the pipeline in shared memory, 2 or more.
+    compute_warpgroups: consumer warpgroups of a block, 1 or 2, beside the producer; or 3 without one (schedule="ahead").
+    wg_dimension: the side of the output tile that two consumer warpgroups share, "m" or "n".
+    cluster: which blocks work together: "none"; "m" or "n": two, adjacent along it, load a shared operand once (multicast);
+      "m4" or "n4": four; "k": `split_k` blocks add up parts of k of one tile through distributed shared memory.
+    raster_dimension: along which side tiles are walked in strips, "m" or "n".
+    raster_width: tiles that such a strip is wide, 1 or more.
     epilogue_tile_n: columns of an epilogue tile, the unit of up to 64 rows in which the output is stored; two are in flight.
-    split_k: parts of k computed apart, in float32, and summed by a second kernel or, with cluster="k", within the cluster. It
-      fills the GPU when tiles are few.
-    memory_registers: registers of a producer thread; consumers share the rest.
-    schedule: "cooperative", two consumer warpgroups share each output tile; or "pingpong", they compute whole tiles in turn, so
-      that one stores its tile while the other multiplies. It has wg_dimension="m". "deferred": as cooperative, but a tile is
-      kept in registers, and stored while the next one is multiplied; with a residual where A is not transposed and tiles are as
-      `residual_steps` says. "ahead": as cooperative, but the wgmma of the next step of k starts before that of a step is waited
-      for, and each block of a cluster along k adds up and stores a share of the tile, where `adds_shares`; for few tiles, where
-      a block has no other to multiply.
+    split_k: parts of k that are computed apart in float32, 1 or more: summed by a second kernel, or with cluster="k" (2, 4 or
+      8) within the cluster. It fills the GPU when tiles are few.
+    memory_registers: registers of a producer thread, a multiple of 8 from 24 to 128; consumers share the rest.
+    schedule: how consumer warpgroups share output tiles:
+      "cooperative": they share each tile.
+      "pingpong": they take whole tiles in turn, so that one stores while the other multiplies; with wg_dimension="m".
+      "deferred": cooperative, but a tile stays in registers and is stored during the next; residuals as `residual_steps` says.
+      "ahead": cooperative, but the next step's wgmma starts before this one's has ended; for few tiles. See `adds_shares`.
     """
 
     tile_m: int

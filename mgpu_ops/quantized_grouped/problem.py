@@ -22,23 +22,21 @@ from mgpu_ops.matmul.quantized.problem import PANEL, Config, check_config, suppo
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem(quantized.Product):
-    """out[i, n] = sum_k x[i, k] (w[g, n, k] - zero_points[g, k / group_size, n]) scales[g, k / group_size, n], i in group g.
+    """out[i, n] = sum_k x[i, k] (w[g, n, k] - zero_points[g, b, n]) scales[g, b, n], i in group g, b = k / group_size.
 
-    Of each group as in `QuantizedMatmulProblem`:
-
-    m, n, k: rows of all groups (tokens), columns of the result, and what is summed over.
+    m: rows of x of all groups (tokens).
+    n: columns of the result.
+    k: what is summed over.
     w_dtype: of the weights, "int8" or "int4", two of which lie in a byte.
     group_size: neighbours along k that share a scale: 32, 64 or 128 in the kernel; 0 where all of k does (scales [groups, n]).
     zero_points: whether zero points of the scales' shape are subtracted from the weights.
     dtype: of x, "bfloat16" or "float16" in the kernel.
     out_dtype: of the result, dtype or "float32".
-    layout: how weights are stored, "nt" as [groups, n, k], "nn" as [groups, k, n].
+    layout: how weights are stored, "nt" as [groups, n, k] (for the kernel), "nn" as [groups, k, n].
     scale_dtype: of scales and zero points, "float32", "bfloat16" or "float16".
-
-    groups: how many matrices there are, each with the scales of its own.
-    spread: how the m rows are spread over the groups, as in `GroupedMatmulProblem`; it decides which config runs, and never the
-      result.
-    group_offset: whether there are the matrices of a shard: the first group's first row comes before the sizes.
+    groups: how many matrices w holds, each with scales of its own.
+    spread: how rows are spread over groups, "even", "random", "skewed" or "sparse". Chooses configs, never the result.
+    group_offset: whether w holds a shard of the groups; the row where its first group begins then comes before the sizes.
     """
 
     groups: int = dataclasses.field(kw_only=True)

@@ -24,10 +24,11 @@ _KEPT_WIDTH = 4096  # up to which a row's x and g stay in registers, too
 class Problem:
     """out[t, j] = x[t, j] r[t] w[j] with r[t] = 1 / sqrt(mean over j of x[t, j]^2 + epsilon), or the gradients of x and w.
 
-    rows, width: of x.
+    rows: of x.
+    width: columns of x.
     dtype: of x, w and the result, "bfloat16" or "float16" in the kernel.
-    gradient: from the result's gradient g compute dx = r g w - x r^3 mean(g w x), and dw = sum over t of g x r, float32.
-    residual: with `gradient`, another gradient of x is added to dx.
+    gradient: whether the results are dx = r g w - x r^3 mean(g w x) and dw = sum over t of g x r, float32; g: of the result.
+    residual: with `gradient`, whether another gradient of x is added to dx.
     """
 
     rows: int
@@ -45,7 +46,7 @@ class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result but for the order of sums.
 
     blocks: on an SM at once, of one warpgroup each, which works on rows of its own: 1, 2 or 4.
-    stages: rows that a block has loaded or is loading.
+    stages: rows that a block has loaded or is loading: 2, 3, 4, 6 or 8.
     """
 
     blocks: int

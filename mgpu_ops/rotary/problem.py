@@ -31,22 +31,23 @@ _ALIGNED = 128  # numbers of q, whose halves are then multiples of 128 bytes, as
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Problem:
-    """q, k and v of a row with all heads joined, q's first and v's last, of which those of q and k are rotated.
+    """q, k and v of rows that hold all heads, q's first and v's last; heads of q and k are rotated.
 
     left' = left cos - right sin and right' = right cos + left sin, of the halves of a head and the cosines and sines
     [head_dim / 2] of row % positions. The gradient is the way back: from q, k and v to what is joined, with -sin.
 
-    With `normalised`, a head x of q or k is first x r w with r = 1 / sqrt(mean of x^2 + epsilon) and a weight w [head_dim] of
-    q, or of k. The gradient is then dx = r g w - x r^3 mean(g w x), of a head g that is rotated back, and dw = sum of g x r
-    over all rows and heads of q, or of k, in float32.
+    With `normalised`, a head x of q or k is first x r w with r = 1 / sqrt(mean of x^2 + epsilon) and a weight w [head_dim]. The
+    gradient is then dx = r g w - x r^3 mean(g w x), of a head g that is rotated back, and dw = sum of g x r over all rows and
+    heads of q, or of k, in float32.
 
-    rows: of a batch of sequences.
+    rows: tokens of all sequences of a batch.
     positions: tokens of a sequence, whose cosines and sines there are.
-    heads, kv_heads: of q; of k, and of v.
-    head_dim: numbers of a head.
+    heads: of q.
+    kv_heads: of k, and of v.
+    head_dim: numbers of a head, 64, 128 or 256 in the kernel.
     dtype: of all, "bfloat16" or "float16" in the kernel.
-    gradient: from the gradients of q, k and v compute that of what is joined; with `normalised` also those of both weights.
-    normalised: heads of q and k are divided by their root mean square and multiplied by weights, before they are rotated.
+    gradient: whether the result is the gradient of what is joined, from those of q, k and v; `normalised`: also of weights.
+    normalised: whether heads of q and k are divided by their root mean square and multiplied by weights before.
     """
 
     rows: int
@@ -82,7 +83,7 @@ class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result.
 
     blocks: on an SM at once, of one warpgroup each, which works on rows of its own: 1, 2, 4 or 8.
-    stages: rows that a block has loaded, is loading or is storing.
+    stages: rows that a block has loaded, is loading or is storing: 3, 4, 6 or 8.
     """
 
     blocks: int

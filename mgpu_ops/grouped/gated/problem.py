@@ -35,11 +35,11 @@ class Problem:
     """out[m, n] = activation(gate) * up with gate = lhs[m, k] w_gate[g, k, n] and up = lhs w_up, or the gradients of both.
 
     m, n, k, groups, dtype, out_dtype, layout, spread, group_offset: as in grouped_matmul, for both products.
-    activation: of `core.activations`.
-    gradient: from the result's gradient [m, n] compute those of gate and of up, both of dtype.
-    keep: gate and up are results, too, of dtype: what a backward pass needs that computes neither again.
-    rhs_dtype, scales: of 8-bit floats, as in grouped_matmul: the dtype of both matrices, and the kind of scales. scale_lhs,
-      scale_gate and scale_up, by which gate and up are multiplied before the activation, follow the sizes.
+    activation: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf".
+    gradient: whether the results are the gradients of gate and of up, of dtype, from that of the result [m, n].
+    keep: whether gate and up are results too, of dtype: what a backward pass needs that computes neither again.
+    rhs_dtype: of both matrices, as in grouped_matmul.
+    scales: as in grouped_matmul. scale_lhs, scale_gate and scale_up, factors of gate and up before activation, follow sizes.
     lhs_rows: rows of lhs, of which m are named by an index each; 0: lhs has the m rows in their order.
     """
 

@@ -47,24 +47,25 @@ from mgpu_ops.grouped.sizes import draw_shard, draw_sizes
 class Problem:
     """out[m, n]: rows of group g of lhs[m, k] times rhs[g, k, n].
 
-    m, n, k: rows of lhs, columns of the result, and what is summed over.
+    m: rows of the result, and of lhs without `lhs_rows`.
+    n: columns of the result.
+    k: what is summed over.
     groups: how many matrices rhs holds.
     dtype: of lhs and rhs, in the kernel "bfloat16", "float16", or in layout "nt" "float8_e4m3fn" or "float8_e5m2".
     out_dtype: of the result, dtype or "float32"; of a product of 8 bits "bfloat16", "float16" or "float32".
     layout: "nn", or "nt" where rhs is stored as [g, n, k].
     bias: whether a row per group, [groups, n], is added.
-    activation: of `ACTIVATIONS`, applied last.
-    spread: of `sizes.SPREADS`, how the m rows are spread over the groups: a hint that decides which config runs and never the
-      answer.
-    group_offset: whether rhs has the groups of a shard: the first group's first row comes before the sizes.
+    activation: applied last: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf".
+    spread: how rows are spread over groups, "even", "random", "skewed" or "sparse". Chooses configs, never the answer.
+    group_offset: whether rhs holds a shard of the groups; the row where its first group begins then comes before the sizes.
     row_scale: whether each row is multiplied by a factor of its own, [m], after the activation.
     second: whether a second pair of lhs and rhs, of the same shapes and scales, is multiplied and added.
     rhs_dtype: of rhs where it is the other of the two 8-bit floats; "none" where it is dtype.
-    scales: of `fp8.SCALES`, float32 numbers that the product is multiplied by before the bias: "none"; "tensor", scale_lhs[1]
-      and scale_rhs[groups]; "row", scale_lhs[m] and scale_rhs[groups, n]; "block", scale_lhs[m, k / 128] and
-      scale_rhs[groups, n / 128, k / 128], rounded up, where the product of each 128 of k is scaled and then added up.
-    gated_gradient: whether the product is the gradient u of gated hidden activations activation(gate) * up, before the row
-      scale. gate and up, [m, n], then follow the sizes, and there are four results (`gradient_kernel.py`).
+    scales: float32 factors of the product, before the bias: "none"; "tensor", scale_lhs[1] and scale_rhs[groups]; "row",
+      scale_lhs[m] and scale_rhs[groups, n]; "block", scale_lhs[m, k / 128] and scale_rhs[groups, n / 128, k / 128], rounded up,
+      of each 128 of k.
+    gated_gradient: whether the product is the gradient u of activation(gate) * up, before the row scale. gate and up, [m, n],
+      then follow the sizes, and there are four results (`gradient_kernel.py`).
     lhs_rows: rows of lhs, of which m are named by an index each; 0: lhs has the m rows in their order.
     residual: whether an array of the result's shape and dtype is added last, to the rows of groups.
     """

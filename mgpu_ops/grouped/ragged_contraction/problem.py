@@ -27,15 +27,16 @@ PADDED = 128  # a group's columns are padded to a multiple, where operands are s
 class Problem:
     """out[g, k, n]: lhs[m, k]^T times rhs[m, n], summed over the rows of group g.
 
-    m, n, k: rows of both operands, columns of rhs and of lhs.
+    In its Config, tile_m is a tile of k, and tile_k are the rows of one pipeline step.
+
+    m: rows of both operands.
+    n: columns of rhs.
+    k: columns of lhs.
     groups: into how many the rows are divided.
     dtype, out_dtype, spread, group_offset: as in grouped_matmul.
     rhs_dtype: of rhs where it is the other of the two 8-bit floats; "none" where it is dtype.
     transposed: whether the operands are 8-bit floats stored transposed, lhs[k, m] and rhs[n, m], each group padded with zeros
-      to a multiple of 128 columns; a scale, float32 [1], follows the sizes, and the sums are multiplied by it. m counts the
-      padding too, the sizes do not.
-
-    In its Config, tile_m is a tile of k, and tile_k are the rows of one pipeline step.
+      to a multiple of 128 columns (m counts the padding, the sizes do not). A factor, float32 [1], follows the sizes.
     """
 
     m: int

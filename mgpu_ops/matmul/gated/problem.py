@@ -27,18 +27,20 @@ from mgpu_ops.models import MODELS
 class Problem:
     """out[m, n] = activation(gate) * up with gate = x[m, k] w_gate[k, n] and up = x w_up, or the gradients of gate and up.
 
-    With `stored`, gate[m, n] is given, and one product is computed: out and up, of x[m, k] w_up[k, n]; or with `gradient`, up
-    given too, the gradients of gate and up from that of out, which is x w: a later product's gradient times its weights.
+    With `stored`, gate is an input, and one product is computed: up = x w_up, and out. With `gradient` too, up is an input as
+    well, and x w is the gradient of out: a later product's gradient times its weights.
 
-    m, n, k: rows of x, columns of each weight, and what is summed over.
+    m: rows of x and of the result.
+    n: columns of each weight and of the result.
+    k: what is summed over.
     dtype: of x and the weights, "bfloat16" or "float16" in the kernel.
     out_dtype: of the result, dtype or "float32".
     layout: "nn", or "nt" where both weights are stored as [n, k].
-    activation: of `core.activations`.
-    gradient: from the result's gradient g[m, n] compute g up activation'(gate) and g activation(gate), both of dtype.
-    stored: gate, and for the gradient up, are given.
-    normalised: rows of x are divided by their root mean square, sqrt(mean over k of x^2 + epsilon), epsilon[1] float32.
-    joined: gate and up are the columns of one weight, [k, 2 n], gate's first. XLA then has one product.
+    activation: "none", "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf".
+    gradient: whether the results are g up activation'(gate) and g activation(gate), of the result's gradient g, both of dtype.
+    stored: whether gate, and for the gradient up, are inputs.
+    normalised: whether rows of x are divided by sqrt(mean over k of x^2 + epsilon), epsilon[1] float32.
+    joined: whether gate and up are the columns of one weight, [k, 2 n], gate's first. XLA then has one product.
     """
 
     m: int
@@ -61,16 +63,17 @@ class Problem:
 class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result.
 
-    tile_m, tile_n: rows and columns of the output tile of a block, which has as large an accumulator for each product.
-    tile_k: depth of one pipeline step, which loads a tile of x and one of each weight.
-    max_concurrent_steps: stages of the pipeline in shared memory.
-    compute_warpgroups: consumer warpgroups, 1 or 2, beside the producer.
-    wg_dimension: "m" or "n", the side of the output tile that two consumer warpgroups share.
-    cluster: "none"; "m" or "n": two blocks, adjacent along it, load the operands they share once (multicast).
-    raster_dimension: "m" or "n", along which tiles are walked in strips that are `raster_width` tiles wide.
-    raster_width: see raster_dimension.
+    tile_m: rows of a block's output tile, up to 256.
+    tile_n: columns of a block's output tile, up to 256; there is an accumulator of that size for each product.
+    tile_k: depth of one pipeline step, in elements of k: it loads a tile of x and one of each weight.
+    max_concurrent_steps: stages of the pipeline in shared memory, 2 or more.
+    compute_warpgroups: consumer warpgroups of a block, 1 or 2, beside the producer.
+    wg_dimension: the side of the output tile that two consumer warpgroups share, "m" or "n".
+    cluster: which blocks load a shared operand once (multicast): "none"; "m" or "n": two, adjacent along it.
+    raster_dimension: along which side tiles are walked in strips, "m" or "n".
+    raster_width: tiles that such a strip is wide, 1 or more.
     epilogue_tile_n: columns of an epilogue tile, the unit of up to 64 rows in which results are stored.
-    memory_registers: registers of a producer thread; consumers share the rest.
+    memory_registers: registers of a producer thread, a multiple of 8 from 24 to 128; consumers share the rest.
     schedule: as matmul's: "cooperative" for two products, "pingpong" for one.
     """
 

@@ -53,15 +53,18 @@ class Product:
 class Problem(Product):
     """out[m, n] = sum_k x[m, k] (w[n, k] - zero_points[g, n]) scales[g, n] + bias[n] + residual[m, n] with g = k / group_size.
 
-    m, n, k: rows of x (tokens), columns of the result, and what is summed over.
+    m: rows of x (tokens) and of the result.
+    n: columns of the result.
+    k: what is summed over.
     w_dtype: of the weights, "int8" or "int4", two of which lie in a byte.
     group_size: neighbours along k that share a scale: 32, 64 or 128 in the kernel; 0 where all of k does, and scales are [n].
     zero_points: whether zero points of the scales' shape are subtracted from the weights.
     dtype: of x, "bfloat16" or "float16" in the kernel.
     out_dtype: of the result, dtype or "float32".
-    layout: how weights are stored, "nt" as [n, k], "nn" as [k, n].
+    layout: how weights are stored, "nt" as [n, k] (for the kernel), "nn" as [k, n].
     scale_dtype: of scales and zero points, "float32", "bfloat16" or "float16".
-    bias, residual: whether there are any; the residual has out_dtype.
+    bias: whether bias[n] is added to each row.
+    residual: whether an array of the result's shape and out_dtype is added last.
     """
 
     bias: bool = False
@@ -88,19 +91,19 @@ def as_matmul(p: Product) -> MatmulProblem:
 class Config:
     """How a block of the kernel works. Every field is tuned. None changes the result, except the order of float32 sums over k.
 
-    tile_m: rows of x of an output tile, wgmma's columns: the kernel computes out^T = w x^T.
+    tile_m: rows of x of an output tile; they are wgmma's columns, as the kernel computes out^T = w x^T.
     tile_n: columns of the result of an output tile, in units of wgmma's 64 rows.
-    tile_k: depth of one pipeline step.
-    max_concurrent_steps: stages of the pipeline in shared memory.
-    compute_warpgroups: consumer warpgroups beside the producer, 1 to 4.
-    wg_dimension: what they share of a step: "n", the tile's columns, or "k", its depth; then they add up their sums. "steps":
-      they take whole steps in turn, so that each stage has one reader, and add up their sums.
-    cluster: "none"; "n": two blocks, adjacent along n, load their rows of x once (multicast); "k": `split_k` blocks compute
-      parts of k of one tile and add them up through distributed shared memory.
+    tile_k: depth of one pipeline step, 128, 256 or 512 elements of k.
+    max_concurrent_steps: stages of the pipeline in shared memory, 2 or more.
+    compute_warpgroups: consumer warpgroups of a block, 1 to 4, beside the producer.
+    wg_dimension: what these share: "n", the tile's columns; "k", a step's depth; "steps", they take whole steps in turn, so
+      that each stage has one reader. With "k" and "steps" they add up their sums.
+    cluster: which blocks work together: "none"; "n": two, adjacent along n, load their rows of x once (multicast); "k":
+      `split_k` blocks add up parts of k of one tile through distributed shared memory.
     split_k: blocks of a cluster along k, 2, 4 or 8; else 1.
-    memory_registers: registers of a producer thread; consumers share the rest.
-    exchange: what is moved so that a thread has the weights that the tensor cores take from it: "weights", which the threads of
-      a row shuffle, or "x", whose columns one more warpgroup puts in the order of the weights.
+    memory_registers: registers of a producer thread, a multiple of 8 from 24 to 128; consumers share the rest.
+    exchange: what moves so that each thread has the weights it multiplies: "weights", shuffled among the threads of a row; or
+      "x", whose columns one more warpgroup puts in the order of the weights.
     """
 
     tile_m: int

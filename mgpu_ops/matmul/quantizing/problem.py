@@ -28,19 +28,20 @@ MAX_ELEMENTS = 2**31 - 1
 class Problem:
     """values[r, c] = round(x[r, c] / scale) in 8 bits, and values_t[c, r] = round(x[r, c] / scale_t), of one or two arrays x.
 
-    rows, columns: of x.
+    rows: of x.
+    columns: of x.
     dtype: of what is read, "bfloat16", "float16" or "float32" in the kernel.
-    to: of the values, "float8_e4m3fn" or "float8_e5m2".
-    of: what x is. "array": what is read. "gate": silu(gate) up, of gate and up, computed in float32. "gate_gradient": of a
-      gradient d of that, gate and up, the two arrays d up silu'(gate) and d silu(gate).
-    amax: the largest absolute value of x that is finite: "none" of it, "also" it, or "only" it and no values.
-    scheme, scheme_t: what shares a scale in values and values_t, as in `quantize`. "tensor" or "row" of both: scales are given,
-      one for each x, or [rows] and [columns]. "block" and "square": they are found, and results too.
-    batch: arrays are [batch, rows, columns], and values_t [batch, columns, rows], with the scales of one array.
-    gathered: 0, or of how many rows the array is that is read: int32 [rows] say which of them is each row of x. What is no
-      number of a row says that x has zeros there.
-    row_scale: a gate, or its gradients, are multiplied by a float32 for each row. With the gradients of a gate there is another
-      result, float32 [rows]: that of this scale, the sum of d silu(gate) up over a row.
+    to: dtype of the values, "float8_e4m3fn" or "float8_e5m2".
+    of: what x is: "array", what is read; "gate", silu(gate) up, of gate and up, in float32; "gate_gradient", the two arrays
+      d up silu'(gate) and d silu(gate), of a gradient d, gate and up.
+    amax: whether the largest finite absolute value of x is a result: "none"; "also"; or "only", without values.
+    scheme: what shares a scale in values, as in `quantize`: "tensor" or "row", of given scales ([rows] and [columns]); "block"
+      or "square", of scales that are found, and results too.
+    scheme_t: the same of values_t; "tensor" and "row" are of both.
+    batch: of arrays [batch, rows, columns], with the scales of one array; values_t is [batch, columns, rows].
+    gathered: 0; or the rows of the array that is read, where an int32 [rows] names one for each row of x (none: zeros).
+    row_scale: whether a gate, or its gradients, are multiplied by a float32 for each row. With gradients, that of this scale,
+      the sum of d silu(gate) up over a row, is one more result, float32 [rows].
     """
 
     rows: int
@@ -101,10 +102,10 @@ class Problem:
 class Config:
     """How a block, which is one warpgroup, works on its tile. Every field is tuned; none changes the result.
 
-    tile_rows: of a tile, 128 or 256.
+    tile_rows: rows of a tile, 128 or 256.
     lane: columns of a thread, 4 or 8, so that a tile has 128 or 256.
-    ahead: rows that a thread loads before it rounds the first of them: 2, 4, 8 or 16. 0: as the compiler likes.
-    order: "rows" or "columns": along which tiles follow each other.
+    ahead: rows that a thread loads before it rounds the first of them: 2, 4, 8 or 16; 0: as the compiler likes.
+    order: along which tiles follow each other, "rows" or "columns".
     """
 
     tile_rows: int
