@@ -58,7 +58,9 @@ def strips(results: Path) -> Iterator[Strip]:
         "all_reduce, 2 GPUs, <= 1 MiB, workspace", "XLA, no NVLS", small, "xla", ratio=lambda p: p.us("xla") / p.us(workspace)
     )
     yield strip("all_reduce, 2 GPUs, >= 4 MiB", "XLA (NCCL, no NVLS)", large, "xla")
-    yield strip("all_reduce, 4 GPUs, kernel", "XLA, no NVLS", [p for p in four if runs_kernel(p)], "xla")
+    yield strip(
+        "all_reduce, 4 GPUs, kernel (calls up to 1 MiB run XLA)", "XLA, no NVLS", [p for p in four if runs_kernel(p)], "xla"
+    )
 
 
 def drawn_attention(results: Path, gpu: str) -> Iterator[Strip]:
@@ -135,7 +137,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
     "grouped matmul, other models, untuned",
     "a training step in 16 bits",
     "a training step in 16 bits, other models, untuned",
-    "all_reduce, 4 GPUs, kernel",
+    "all_reduce, 4 GPUs, kernel (calls up to 1 MiB run XLA)",
 )
 
 
