@@ -200,7 +200,7 @@ def moe(results: Path) -> Iterator[str]:
 
 def moe_fp8(results: Path) -> Iterator[str]:
     """Layers of experts, forward and backward, in 16 and in 8 bits."""
-    yield "| GPU | layer | rows an expert | `moe`, ms | `fp8_moe`, ms | with a state, ms | 16 bits over that |"
+    yield "| GPU | layer | rows an expert | `moe`, ms | `fp8_moe`, ms | `fp8_moe` with a state, ms | `moe` over that |"
     yield "|---" * 7 + "|"
     found = on_each_gpu(results, "moe-grad-fp8")
     for gpu, p in found:
@@ -214,7 +214,7 @@ def moe_fp8(results: Path) -> Iterator[str]:
 
 def moe_quantized(results: Path) -> Iterator[str]:
     """Layers of experts in decoding, with matrices of 16, 8 and 4 bits."""
-    yield "| GPU | layer | tokens | `moe`, us | int8, us | | int4, us | |"
+    yield "| GPU | layer | tokens | `moe`, us | int8, us | `moe` over int8 | int4, us | `moe` over int4 |"
     yield "|---" * 8 + "|"
     found = on_each_gpu(results, "moe-quantized")
     for gpu, p in found:
