@@ -171,7 +171,8 @@ def rotary_qkv(
       q [..., tokens, heads, head_dim], k and v [..., tokens, kv_heads, head_dim], of qkv's dtype, computed in float32 and
       rounded once.
 
-    Works under jit, grad (reverse mode), vmap and shard_map. The gradient keeps only cos and sin; one kernel rotates the
+    Works under jit, grad (reverse mode, without norms also of a gradient: `jax.jacrev` of `jax.grad`, not `jax.hessian`, which
+    takes forward mode), vmap and shard_map. The gradient keeps only cos and sin; one kernel rotates the
     gradients of q and k back and joins them with that of v. With norms it keeps qkv and the weights too, and the same kernel
     computes the weights' gradients, summed over all tokens and heads in float32; there is no second derivative then.
 

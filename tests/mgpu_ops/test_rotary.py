@@ -181,6 +181,19 @@ def test_the_gradient_has_a_gradient_mapped_or_not(assert_near):
     assert_near(jax.vmap(found)(qkv), wanted(qkv), 1e-5)
 
 
+def test_forward_over_reverse_is_refused_and_reverse_over_reverse_is_its_way_out(assert_near):
+    def loss(f: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return sum(jnp.sin(y * scale).sum() for y in f(x, *turns()))
+
+    qkv, tangent = (normal(seed, TOKENS, (HEADS + 2 * KV_HEADS) * HEAD_DIM) for seed in (0, 1))
+    ours_of = functools.partial(rotary_qkv, heads=HEADS, kv_heads=KV_HEADS)
+    ours, plain = (jax.grad(functools.partial(loss, f, scale=1.5)) for f in (ours_of, written_out))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(ours, (qkv,), (tangent,))
+    (found,) = jax.vjp(ours, qkv)[1](tangent)  # a Hessian is symmetric
+    assert_near(found, jax.jvp(plain, (qkv,), (tangent,))[1], 1e-5)
+
+
 def norms(seed: int = 0, head_dim: int = HEAD_DIM, dtype: Any = F32) -> dict[str, jax.Array]:
     """Weights of both norms, which are different."""
     q_norm, k_norm = 1 + 0.3 * normal(seed, 2, head_dim)
