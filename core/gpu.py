@@ -198,9 +198,9 @@ def target(gpu: Gpu | str | None) -> AbstractContextManager[None]:
     """`with mgpu_ops.target("h200"): ...`: what JAX traces inside is for that GPU instead of the running one.
 
     For programs that another machine will run (`jax.export`, ahead-of-time compilation). `target(None)` ends an outer target's
-    effect. ValueError for a name that is not in the table of GPUs.
+    effect. ValueError for what is no GPU in the table, nor None.
     """
-    return _target(find(gpu) if isinstance(gpu, str) else gpu)
+    return _target(gpu if gpu is None or isinstance(gpu, Gpu) else find(gpu))
 
 
 def targeted() -> Gpu | None:

@@ -5,6 +5,7 @@ The driver is only asked: nothing is allocated or mapped.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -32,15 +33,15 @@ def axes_of(op: str, axis_name: Any) -> Axes:
     names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if not names:
         raise ValueError(f"axis_name={axis_name!r} names no axis: {op} runs over one or more axes of the mesh")
-    if len(set(names)) < len(names):
-        raise ValueError(f"axis_name={axis_name!r} names an axis twice")
-    try:
-        return tuple((name, lax.axis_size(name)) for name in names)
-    except NameError:
-        mesh = jax.sharding.get_abstract_mesh()
-        there = [name for name in mesh.axis_names if name in mesh.manual_axes]
-        known = f"the axes here are {', '.join(map(repr, there))}" if there else "there is none here"
-        raise ValueError(f"axis_name={axis_name!r}: {known}. Call {op} inside jax.shard_map over that axis") from None
+    with contextlib.suppress(NameError, TypeError):  # TypeError: a list among the names
+        if len(set(names)) < len(names):
+            raise ValueError(f"axis_name={axis_name!r} names an axis twice")
+        if not any(isinstance(name, int) for name in names):  # JAX takes one for the number of a dimension
+            return tuple((name, lax.axis_size(name)) for name in names)
+    mesh = jax.sharding.get_abstract_mesh()
+    there = [name for name in mesh.axis_names if name in mesh.manual_axes]
+    known = f"the axes here are {', '.join(map(repr, there))}" if there else "there is none here"
+    raise ValueError(f"axis_name={axis_name!r}: {known}. Call {op} inside jax.shard_map over that axis")
 
 
 def unable(axes: Axes, transport: str) -> str | None:

@@ -53,7 +53,8 @@ class Fp8State(NamedTuple):
     @classmethod
     def init(cls, amax_history_length: int = 1024) -> Self:
         """A state that has seen nothing: scales of 1, and so many zeros in each history."""
-        if not isinstance(amax_history_length, int) or amax_history_length < 1:
+        whole = isinstance(amax_history_length, int | np.integer) and not isinstance(amax_history_length, bool)
+        if not whole or amax_history_length < 1:
             raise ValueError(f"amax_history_length={amax_history_length!r} must be an integer of 1 or more")
         return cls(*(x for _ in range(3) for x in (jnp.ones((), jnp.float32), jnp.zeros(amax_history_length, jnp.float32))))
 

@@ -55,7 +55,7 @@ def quantize(
     if array.ndim < 2 and (scheme != "tensor" or transpose):
         raise ValueError(f"x has shape {array.shape}: scheme={scheme!r} takes arrays of rank 2 or more; add a dimension")
     if not isinstance(axis, int | np.integer) or isinstance(axis, bool) or axis not in (-1, -2, array.ndim - 1, array.ndim - 2):
-        raise ValueError(f"axis={axis} is none of the last two dimensions of x{array.shape}: pass -1 or -2")
+        raise ValueError(f"axis={axis!r} is none of the last two dimensions of x{array.shape}: pass -1 or -2")
     axis = int(axis if axis < 0 else axis - array.ndim)
     if transpose and array.ndim == 2 and axis == -1:
         return quantizing.quantized(array, (scheme, scheme), kind, dispatch.requested_backend(None))

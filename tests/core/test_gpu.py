@@ -143,6 +143,12 @@ def test_a_target_overrides_until_it_ends():
         gpu.target("a100")
 
 
+@pytest.mark.parametrize("wrong", [3, ["h200"], jnp.float32])
+def test_a_target_that_is_no_gpu_is_told_where_it_is_named(wrong):
+    with pytest.raises(ValueError, match=r"^gpu=.* is not a GPU in the table: name one of h100-sxm"), gpu.target(wrong):
+        pass
+
+
 def test_a_jitted_function_is_traced_again_for_another_target():
     seen: list[Gpu | None] = []
 

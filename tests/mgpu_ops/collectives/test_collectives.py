@@ -540,6 +540,8 @@ def test_debug_refuses_a_timeout_that_is_none(value, monkeypatch):
             ValueError,
             r"axis_name='e': the axes here are 'd'. Call all_reduce inside jax.shard_map",
         ),
+        (lambda x: all_reduce(x, 3), ValueError, "axis_name=3: the axes here are 'd'. Call all_reduce inside"),
+        (lambda x: all_reduce(x, ("d", [3])), ValueError, r"axis_name=\('d', \[3\]\): the axes here are 'd'"),
         (lambda x: all_reduce(x, ()), ValueError, r"axis_name=\(\) names no axis"),
         (lambda x: all_reduce(x, ("d", "d")), ValueError, "names an axis twice"),
         (lambda x: all_reduce(x, "d", "mul"), ValueError, "op='mul' is not one of add, min, max"),

@@ -272,5 +272,7 @@ def test_an_exported_program_has_the_gradients_of_the_call():
 
 
 def test_a_history_of_no_length_is_refused():
-    with pytest.raises(ValueError, match="amax_history_length=0 must be an integer of 1 or more"):
-        Fp8State.init(0)
+    for length in (0, True, 2.0):
+        with pytest.raises(ValueError, match=f"amax_history_length={length} must be an integer of 1 or more"):
+            Fp8State.init(length)
+    assert Fp8State.init(np.int64(3)).input_amax_history.shape == (3,)
