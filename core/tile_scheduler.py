@@ -168,9 +168,7 @@ def assign_heads(costs: np.ndarray, heads: int, waves: float, blocks: int, in_ro
     return table
 
 
-def in_sections(
-    assign: Callable[[int], np.ndarray], costs: np.ndarray, heads: int, section: int
-) -> tuple[int, np.ndarray]:
+def in_sections(assign: Callable[[int], np.ndarray], costs: np.ndarray, heads: int, section: int) -> tuple[int, np.ndarray]:
     """How many heads a section has, and the table that `assign` makes of such sections.
 
     Where the heads are no multiple of `section`, the longest tiles of a short last section would begin late: sections that
