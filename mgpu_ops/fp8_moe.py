@@ -193,8 +193,7 @@ def sorted_and_padded(experts: jax.Array, count: int) -> Padded:
     tokens, top_k = experts.shape
     rows = padded_rows(experts.size, count)
     key = jnp.where((experts >= 0) & (experts < count), experts, count).astype(jnp.int32).reshape(-1)
-    positions, sizes = counting_sort(key, count + 1)
-    sizes = sizes[:-1]
+    positions, sizes = counting_sort(key, count)
     starts, starts_padded = (jnp.cumsum(one, dtype=jnp.int32) - one for one in (sizes, padded(sizes, rows)))
     moved = starts_padded - starts
     positions, moved, key = mesh.same_mesh_axes(positions, jnp.append(moved, 0), key)

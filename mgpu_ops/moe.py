@@ -178,9 +178,8 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
 
     def route(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = logits.astype(np.promote_types(logits.dtype, np.float32))
-        experts = _best(lax.stop_gradient(logits), int(top_k))
         of = logits if norm_topk_prob else jax.nn.log_softmax(logits)
-        chosen = jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
+        experts, chosen = _best(lax.stop_gradient(logits), of, int(top_k))
         return (jax.nn.softmax(chosen) if norm_topk_prob else jnp.exp(chosen)), experts
 
     def rule(logits: jax.Array) -> partition.Rule:
@@ -193,25 +192,58 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
 
 _MAX = 2**31 - 1
 _ONE_BY_ONE = 16  # experts of a token, at most, that are found by so many passes
+# Numbers up to which all are compared with all: few tokens are decoded, and then the number of kernels is what takes time.
+_FEW = 1 << 22
 
 
-def _best(logits: jax.Array, top_k: int) -> jax.Array:
-    """The numbers of the top_k largest logits, the largest first; of equal ones the first; a NaN counts as larger than all.
+def _best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """The numbers of the top_k largest logits, the largest first, and what `of` has there, both [..., top_k].
 
-    A maximum for each is one small kernel, which finds the logits in L2. XLA's `top_k` sorts all of them.
+    Of equal logits the first comes first; a NaN counts as larger than all.
     """
     logits = jnp.where(logits == 0, jnp.zeros((), logits.dtype), logits)  # -0 equals 0
     if logits.dtype != jnp.float32 or top_k > _ONE_BY_ONE:
-        return lax.top_k(logits, top_k)[1].astype(jnp.int32)
-    # As integers, floats have the same order, and there is one left that is less than all: for those that were found.
-    bits = lax.bitcast_convert_type(logits, jnp.int32)
-    key = jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
+        experts = lax.top_k(logits, top_k)[1].astype(jnp.int32)
+    else:
+        # As integers, floats have the same order, and there is one left that is less than all: for those that were found.
+        bits = lax.bitcast_convert_type(logits, jnp.int32)
+        key = jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
+        if _few(*key.shape, key.shape[-1]):
+            # One kernel for the places, and one for both results.
+            place, number = (
+                lax.broadcasted_iota(jnp.int32, (*key.shape[:-1], top_k, key.shape[-1]), key.ndim - i) for i in (1, 0)
+            )
+            is_best = _places(key, descending=True)[..., None, :] == place
+            return jnp.where(is_best, number, 0).sum(-1, dtype=jnp.int32), jnp.where(is_best, of[..., None, :], 0).sum(-1)
+        experts = _one_by_one(key, top_k)
+    return experts, jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
+
+
+def _one_by_one(key: jax.Array, top_k: int) -> jax.Array:
+    """The numbers of the top_k largest keys, a maximum for each: a small kernel, which finds the keys in L2.
+
+    XLA's `top_k` sorts all of them.
+    """
     number = lax.broadcasted_iota(jnp.int32, key.shape, key.ndim - 1)
     found = []
     for _ in range(top_k):
         found.append(lax.argmax(key, key.ndim - 1, jnp.int32))
         key = jnp.where(number == found[-1][..., None], jnp.int32(-(2**31)), key)
     return jnp.stack(found, axis=-1)
+
+
+def _few(*sizes: Any) -> bool:
+    """Whether so many comparisons are few. A symbolic number is not known to be."""
+    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= _FEW
+
+
+def _places(keys: jax.Array, descending: bool = False) -> jax.Array:
+    """The place of each key in a stable sort along the last dimension."""
+    key, other = keys[..., :, None], keys[..., None, :]
+    less, no_more = (other > key, other >= key) if descending else (other < key, other <= key)
+    earlier = _earlier(less.shape)
+    # The choice is between integers: of booleans, XLA makes two kernels.
+    return jnp.where(earlier, no_more.astype(jnp.int32), less.astype(jnp.int32)).sum(-1, dtype=jnp.int32)
 
 
 def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispatch:
@@ -274,11 +306,14 @@ def sorted_by_expert(x: jax.Array, experts: ArrayLike, num_experts: int) -> tupl
     integers.check_count("the rows of all experts, tokens times top_k,", experts.size)
     known = (experts >= 0) & (experts < num_experts)
     key = jnp.where(known, experts, num_experts).astype(jnp.int32).reshape(-1)
-    positions, sizes = counting_sort(key, num_experts + 1)
+    positions, sizes = counting_sort(key, num_experts)
     counted = jnp.arange(key.size, dtype=jnp.int32)
     positions, counted = mesh.same_mesh_axes(positions, counted)
-    order = jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
-    sizes, order, positions = mesh.same_mesh_axes(sizes[:-1], order, positions.reshape(experts.shape))
+    if _few(key.size, key.size):
+        order = jnp.where(positions[None] == counted[:, None], counted[None], 0).sum(1, dtype=jnp.int32)
+    else:
+        order = jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
+    sizes, order, positions = mesh.same_mesh_axes(sizes, order, positions.reshape(experts.shape))
     return sizes, order, positions
 
 
@@ -300,16 +335,20 @@ def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
 
 
 def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
-    """The place of each key in a stable sort, and how many keys each bucket has, both int32. Keys are below `buckets`.
+    """The place of each key in a stable sort, and how many keys each bucket has, both int32. Keys are at most `buckets`, and
+    those that are `buckets` are in none: they come last.
 
     A key's place is the sum of: the keys in smaller buckets, those of its bucket in blocks before its own, and those in its
-    block before it. All are sums of comparisons, in a few passes, which take together what XLA's sort alone does.
+    block before it. All are sums of comparisons, in a few passes, which take together what XLA's sort alone does. Of few keys,
+    each is compared with all others.
     """
+    if _few(keys.size, max(keys.size, buckets)):
+        return _places(keys), (keys[None] == _numbers(buckets)[:, None]).sum(1, dtype=jnp.int32)
     blocks = -(-keys.size // _BLOCK)
     inner = max(1, min(blocks, _BLOCKS))
     padding = -keys.size % (inner * _BLOCK)
-    of_block = jnp.pad(keys, (0, padding), constant_values=buckets).reshape(-1, inner, _BLOCK)  # the padding is in no bucket
-    bucket = _numbers(buckets)[None, None, :, None]
+    of_block = jnp.pad(keys, (0, padding), constant_values=buckets + 1).reshape(-1, inner, _BLOCK)  # which no key is
+    bucket = _numbers(buckets + 1)[None, None, :, None]
     counts = (of_block[:, :, None, :] == bucket).sum(3, dtype=jnp.int32)  # [outer, blocks, buckets]
     whole = counts.sum(1, dtype=jnp.int32)
     sizes = whole.sum(0, dtype=jnp.int32)
@@ -318,7 +357,7 @@ def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
     same = of_block[..., :, None] == of_block[..., None, :]
     rank = (same & _earlier(same.shape)).sum(3, dtype=jnp.int32)
     first = jnp.take_along_axis(before, of_block, axis=2, mode="clip")
-    return (first + rank).reshape(-1)[: keys.size], sizes
+    return (first + rank).reshape(-1)[: keys.size], sizes[:-1]
 
 
 def _before(x: jax.Array, axis: int) -> jax.Array:

@@ -160,10 +160,11 @@ def test_checkpoint_scan_and_vmap(assert_near):
     assert_near(mapped, jnp.stack([compiled(x, logits, *weights, 2) for x, logits in zip(xs, all_logits)]), 1e-6)
 
 
+@pytest.mark.parametrize("tokens", [50, 20000])
 @pytest.mark.parametrize("top_k", [1, 4, 17])
-def test_route_finds_the_largest_logits_in_order_whatever_they_are(top_k):
+def test_route_finds_the_largest_logits_in_order_whatever_they_are(top_k, tokens):
     values = [0.0, -0.0, 1.5, -1.5, np.inf, -np.inf, 1e-30, 3e38, -3e38]
-    logits = np.random.default_rng(0).choice(values, (50, 20)).astype(np.float32)
+    logits = np.random.default_rng(0).choice(values, (tokens, 20)).astype(np.float32)
     _, experts = jax.jit(functools.partial(moe_route, top_k=top_k))(logits)
     np.testing.assert_array_equal(experts, np.argsort(-logits, axis=1, kind="stable")[:, :top_k])
     _, experts = moe_route(np.where(logits == 1.5, np.nan, logits), top_k)
@@ -182,7 +183,7 @@ def test_dispatch_sorts_stably_whatever_the_number_of_assignments(tokens, top_k,
 
 
 def test_nothing_as_large_as_tokens_times_experts_times_width_is_made():
-    tokens, d, hidden, experts, top_k = 512, 64, 128, 64, 2
+    tokens, d, hidden, experts, top_k = 2048, 64, 128, 64, 2  # of few tokens, each logit is compared with all others
     shapes = [(tokens, d), (tokens, experts), (experts, d, hidden), (experts, d, hidden), (experts, hidden, d)]
     arrays = [jax.ShapeDtypeStruct(s, F32 if i == 1 else BF16) for i, s in enumerate(shapes)]
     loss = lambda *a: moe(*a, top_k, backend="mosaic").astype(F32).sum()  # noqa: E731
