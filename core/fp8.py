@@ -6,10 +6,6 @@ Kernels of them are in `core/scaled.py`. It is for the Problems and Configs of a
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import jax.numpy as jnp
-from jax import lax
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.limits import FLOAT8
@@ -17,25 +13,6 @@ from mgpu_ops.core.limits import FLOAT8
 SCALES = ("none", "tensor", "row", "block")
 BLOCK = 128  # of k, and of n, that has one scale
 SCALES_IN_LINE = 32  # in 128 bytes, to whose multiples in shared memory TMA writes
-
-
-def factors(a: Any, b: Any) -> tuple[Any, Any]:
-    """What sums of products of 8 bits are multiplied by, one after the other, for scales a and b of whole operands.
-
-    a b and 1, where a b is a normal float32 or 0: a sum times a alone may overflow though b is small. Else a and b. Then both
-    lie on one side of 1, and a sum is 0 or from 2^-32 to 2^63: neither step leaves the range of float32 before the result does.
-    """
-    both = a * b
-    size = jnp.maximum(both, -both)
-    normal = (size >= jnp.finfo(jnp.float32).tiny) & (size <= jnp.finfo(jnp.float32).max)
-    one_is_enough = normal | (a == 0.0) | (b == 0.0)
-    return jnp.where(one_is_enough, both, a), jnp.where(one_is_enough, 1.0, b)
-
-
-def times_scales(values: Any, a: Any, b: Any) -> Any:
-    """Consumer: sums times their `factors`. A branch leaves out the second one where it is 1: it takes as long as the first."""
-    first, second = factors(a, b)
-    return lax.cond(second == 1.0, lambda x: x, lambda x: x * second, values * first)
 
 
 def check_blocks(c: gemm.Tiled) -> str | None:

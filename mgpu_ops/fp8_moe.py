@@ -272,7 +272,7 @@ def _contraction(call: _Call, lhs: Quantized, rhs: Quantized, sizes: jax.Array, 
     """lhs[k, rows] rhs[n, rows]^T over the rows of each expert, [experts, k, n] of a dtype."""
     (l8, scale_lhs), (r8, scale_rhs) = lhs, rhs
     of = ragged_contraction.Call(dtype, call.spread, None, call.backend)
-    arrays = mesh.same_mesh_axes(l8, r8, sizes, jnp.stack([scale_lhs, scale_rhs]))
+    arrays = mesh.same_mesh_axes(l8, r8, sizes, (scale_lhs * scale_rhs).reshape(1))
     return ragged_contraction.transposed_contraction(of, *arrays)
 
 

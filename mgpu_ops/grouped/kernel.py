@@ -45,7 +45,7 @@ class Refs:
     residual: a `rows_view` of an array like the output, or None; its epilogue tiles are loaded into those of out_smem, and each
       buffer of each consumer has one of the barriers residual_arrived.
     row_indices: int32 [m], which rows of lhs are multiplied, or None: the m rows in their order.
-    scales: of a contraction's 8-bit floats, [2], or None.
+    scale: of a contraction's 8-bit floats, [1], or None.
     scale_lhs, scale_rhs: of 8-bit floats, or None. With scales of blocks, their stages in shared memory are
       lhs_scale_smem, [stages, blocks of k, rows of a tile and 32 more], and rhs_scale_smem, [stages, blocks of k, 32], of which
       one for each 64 columns.
@@ -63,7 +63,7 @@ class Refs:
     row_scale: Any = None
     residual: Any = None
     row_indices: Any = None
-    scales: Any = None
+    scale: Any = None
     scale_lhs: Any = None
     scale_rhs: Any = None
     lhs_scale_smem: Any = None

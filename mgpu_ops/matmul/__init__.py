@@ -102,9 +102,9 @@ def matmul(
       b: B, [..., k, n], or [..., n, k] with `transpose_b`, of a's dtype; the two 8-bit floats mix.
       scale_a, scale_b: what the operands were divided by, float32 (`mgpu_ops.quantize`). Numbers; or of the rows of A and the
         columns of B, [..., m] or [..., m, 1] and [..., n] or [..., 1, n]; or of blocks of 1 x 128 and 128 x 128,
-        [..., m, k / 128] and [..., n / 128, k / 128], rounded up. Default: 1. One may be a number, whatever the other is.
-        Two numbers may be of any size. Of rows and columns, a sum times scale_a must be within float32's range, 1.2e-38 to
-        3.4e38; of blocks the product of two scales.
+        [..., m, k / 128] and [..., n / 128, k / 128], rounded up. Default: 1. One may be a number, whatever the other is. The
+        product of two numbers, or of two scales of blocks, must be within float32's range, 1.2e-38 to 3.4e38, or 0; of rows and
+        columns a sum times scale_a must be.
       bias: [n] floats. Default: none.
       activation: "relu", "silu", "gelu" (the tanh approximation) or "gelu_erf" of float32 values. Default: none.
       residual: of the result's dtype, and of its shape or one that broadcasts to it. Default: none.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mgpu_ops.core.activations import activate
-from mgpu_ops.core.fp8 import BLOCK, factors
+from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.matmul.problem import Problem, scales_sums
 from mgpu_ops.matmul.quantities import scale_shapes
 
@@ -48,9 +48,8 @@ def with_epilogue(
         product = product.astype(np.float32)
     if scale_a is not None and scale_b is not None and scales_sums(p):
         product = product.astype(jnp.promote_types(product.dtype, np.float32))
-        if p.scales == "tensor":
-            scale_a, scale_b = factors(scale_a.astype(product.dtype), scale_b.astype(product.dtype))
-        product = product * scale_a[..., :, None] * scale_b[..., None, :]
+        scale_a, scale_b = scale_a[..., :, None].astype(product.dtype), scale_b[..., None, :].astype(product.dtype)
+        product = product * (scale_a * scale_b) if p.scales == "tensor" else product * scale_a * scale_b
     if bias is not None:
         product = product + bias[..., None, :].astype(product.dtype)
     product = activate(p.activation, product)

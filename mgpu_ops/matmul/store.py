@@ -15,7 +15,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.core import engine
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.epilogue import along, epilogue_origins, if_it_stores, residual_of_tile, store_in_turn, store_tile
-from mgpu_ops.core.fp8 import times_scales
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.row_norm import factor_of_squares
 from mgpu_ops.core.scaled import Sums
@@ -338,7 +337,7 @@ def _finish(work: Work, refs: Refs, values: jax.Array, buffer: Any, at: tuple[in
         return found
 
     if work.problem.scales == "tensor":
-        values = times_scales(values, vector("scale_a"), vector("scale_b"))
+        values *= vector("scale_a") * vector("scale_b")
     if work.problem.scales == "row":
         values *= vector("scale_a")
         values *= vector("scale_b")

@@ -22,7 +22,7 @@ from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, activate, checked_activation
-from mgpu_ops.core.fp8 import BLOCK, factors
+from mgpu_ops.core.fp8 import BLOCK
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import FLOAT8, check_config, result_dtype
 from mgpu_ops.grouped.batches import Kind, batchable
@@ -120,8 +120,7 @@ def grouped_matmul(
       scale_lhs, scale_rhs: what 8-bit floats were divided by, float32 (`mgpu_ops.quantize`), by which the products are
         multiplied before the bias. Numbers, or of rhs one for each group, [groups]; or of the rows of lhs and the columns of
         rhs, [m] or [m, 1] and [groups, n] or [groups, 1, n]; or of blocks of 1 x 128 and 128 x 128, [m, k / 128] and
-        [groups, n / 128, k / 128], rounded up. Default: 1. A number goes with any of them. How large or small they may be: see
-        `matmul`.
+        [groups, n / 128, k / 128], rounded up. Default: 1. A number goes with any of them.
       group_offset: an integer, of shape () or (1,), for a shard of the groups: group_sizes are then those of all groups, and
         rhs has those from number `group_offset` on. Rows of groups that rhs has not are zeros in the output, and are not read.
         A known one is refused where rhs reaches beyond the groups; traced, groups that do not exist have no rows.
@@ -418,8 +417,7 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
     def scaled(values: jax.Array, group: Any, rows: jax.Array) -> jax.Array:
         """Times the scales of operands, or of rows and columns."""
         if p.scales == "tensor":
-            for factor in factors(extra["scale_lhs"][0], extra["scale_rhs"][group]):
-                values *= factor
+            values *= extra["scale_lhs"][0] * extra["scale_rhs"][group]
         if p.scales == "row":
             values *= extra["scale_lhs"][rows][:, None]
             values *= extra["scale_rhs"][group][None]

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mgpu_ops.core import engine, fp8, tile_scheduler, tma
 from mgpu_ops.core.activations import in_registers
 from mgpu_ops.core.epilogue import along, deferred_stores, epilogue_origins, store_tile
-from mgpu_ops.core.fp8 import BLOCK, SCALES_IN_LINE, times_scales
+from mgpu_ops.core.fp8 import BLOCK, SCALES_IN_LINE
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_gathered, load_rows, row_places, rows_view, store_rows
@@ -377,7 +377,7 @@ class GroupedStages:
         """values * scales of operands, or of rows and columns; `scale` has those of the matrices."""
         refs = self.refs
         if self.problem.scales == "tensor":
-            values = times_scales(values, refs.scale_lhs[0], scale[group])
+            values *= refs.scale_lhs[0] * scale[group]
         if self.problem.scales == "row":
             values *= along(refs.scale_lhs, row, values.shape, 0)
             values *= along(scale.at[group], column, values.shape, 1)

@@ -21,7 +21,6 @@ from mgpu_ops import integers
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
-from mgpu_ops.core.fp8 import factors
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_config
 from mgpu_ops.grouped import model as common
@@ -139,18 +138,18 @@ def _rule(*_: jax.Array) -> partition.Rule:
     return partition.Rule("ragged_contraction", "ROWS k, ROWS n, SIZES -> GROUPS k n")
 
 
-def transposed_contraction(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, scales: jax.Array) -> jax.Array:
-    """out[g, k, n] = scales[0] scales[1] sum over the columns i of group g of lhs[k, i] rhs[n, i], accumulated in float32.
+def transposed_contraction(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, scale: jax.Array) -> jax.Array:
+    """out[g, k, n] = scale * sum over the columns i of group g of lhs[k, i] rhs[n, i], accumulated in float32.
 
     lhs, rhs: [k, m] and [n, m], float8_e4m3fn or float8_e5m2 each. Group g's columns begin at 128 * sum over the groups h < g
       of ceil(sizes[h] / 128), and those between a group's end and the next begin, and behind the last group, are zeros in both.
-    sizes: int32 [groups], without the padding. scales: float32 [2], what lhs and rhs were divided by.
+    sizes: int32 [groups], without the padding. scale: float32 [1], the product of what both were divided by.
 
     m is a multiple of 128. It has no gradient.
     """
     if call.group_offset:
         raise ValueError("a shard's operands, stored transposed, hold the columns of its groups alone: pass no group_offset")
-    return _transposed(call)(*mesh.same_mesh_axes(lhs, rhs, sizes, scales))
+    return _transposed(call)(*mesh.same_mesh_axes(lhs, rhs, sizes, scale))
 
 
 @functools.cache
@@ -172,10 +171,10 @@ def _transposed(call: Call) -> Any:
 
 def _transposed_rule(*_: jax.Array) -> partition.Rule:
     """Both sides of the results are split."""
-    return partition.Rule("ragged_contraction", "k ROWS, n ROWS, SIZES, BOTH -> SIZES k n")
+    return partition.Rule("ragged_contraction", "k ROWS, n ROWS, SIZES, ONE -> SIZES k n")
 
 
-def _transposed_problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, scales: jax.Array) -> Problem:
+def _transposed_problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, scale: jax.Array) -> Problem:
     (k, m), n = lhs.shape, rhs.shape[0]
     names = lhs.dtype.name, call.out_dtype, call.spread
     return Problem(m, n, k, sizes.shape[0], *names, rhs_dtype=rhs.dtype.name, transposed=True)
@@ -187,7 +186,7 @@ def _problem(call: Call, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> Pr
     return Problem(m, n, k, groups, lhs.dtype.name, call.out_dtype, call.spread, call.group_offset)
 
 
-def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *scales: jax.Array) -> jax.Array:
+def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *scale: jax.Array) -> jax.Array:
     """The same through XLA, in blocks of rows of one group: float32 accumulation, then rounding to out_dtype."""
     p = problem
     if p.transposed:
@@ -205,10 +204,7 @@ def reference(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
 
     zeros, *_ = mesh.same_mesh_axes(jnp.zeros((p.groups, p.k, p.n), wide), lhs)
     done = zeros if 0 in (p.m, p.n, p.k) else for_each_block(sizes, p.m, block, zeros, p.group_offset)
-    for of_both in scales:
-        first, second = factors(*of_both)
-        done = done * first * second
-    return done.astype(p.out_dtype)
+    return (done * scale[0][0] if scale else done).astype(p.out_dtype)
 
 
 def dense(problem: Problem, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *_: jax.Array) -> jax.Array:

@@ -24,7 +24,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.epilogue import Copy, store_tile
-from mgpu_ops.core.fp8 import times_scales
 from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.rows import load_rows, rows_view
@@ -213,8 +212,8 @@ class _TransposedStages(_Stages):
         return lhs, engine.transpose_ref(rhs)
 
     def sums(self, accs: tuple[Any, ...]) -> jax.Array:
-        """Times the scales."""
-        values: jax.Array = times_scales(super().sums(accs), self.refs.scales[0], self.refs.scales[1])
+        """Times the scale."""
+        values: jax.Array = super().sums(accs) * self.refs.scale[0]
         return values
 
 
@@ -244,14 +243,14 @@ def launch(
     lhs: jax.Array,
     rhs: jax.Array,
     sizes: jax.Array,
-    *scales: jax.Array,
+    *scale: jax.Array,
     interpret: bool = False,
 ) -> jax.Array:
-    """Runs the kernel on lhs, rhs and int32 sizes of any values; stored transposed, also on the scales."""
+    """Runs the kernel on lhs, rhs and int32 sizes of any values; stored transposed, also on the scale."""
     blocks = min(gpu.sms, most_tiles(p, c))
     sizes = padded(sizes, p.m) if p.transposed else sizes
     order = (largest_first(sizes, p.m, p.group_offset),) if is_dynamic(c) else ()
-    names = ("scales",) * p.transposed + ("order",) * is_dynamic(c)
+    names = ("scale",) * p.transposed + ("order",) * is_dynamic(c)
 
     def body(*refs: Any, **scratch: Any) -> None:
         sizes, lhs, rhs, *further, out, counter = kernel.counter_last(c, refs)
@@ -264,7 +263,7 @@ def launch(
         engine.Launch(name, {"block": blocks}, warpgroups=c.compute_warpgroups + 1, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((1, *shape) if any(_ends_with_rows(p, c)) else shape, p.out_dtype),
         scratch_types=_scratch_types(p, c),
-    )(sizes, *kernel.counter(c), *((lhs, rhs) if p.transposed else map(rows_view, (lhs, rhs))), *scales, *order)
+    )(sizes, *kernel.counter(c), *((lhs, rhs) if p.transposed else map(rows_view, (lhs, rhs))), *scale, *order)
     return out.reshape(shape)
 
 

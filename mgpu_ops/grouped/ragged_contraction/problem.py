@@ -36,7 +36,7 @@ class Problem:
     dtype, out_dtype, spread, group_offset: as in grouped_matmul.
     rhs_dtype: of rhs where it is the other of the two 8-bit floats; "none" where it is dtype.
     transposed: whether the operands are 8-bit floats stored transposed, lhs[k, m] and rhs[n, m], each group padded with zeros
-      to a multiple of 128 columns (m counts the padding, the sizes do not). Two factors, float32 [2], follow the sizes.
+      to a multiple of 128 columns (m counts the padding, the sizes do not). A factor, float32 [1], follows the sizes.
     """
 
     m: int
@@ -140,12 +140,12 @@ def _check_windows(p: Problem, c: Config) -> str | None:
 def bytes_moved(problem: Problem) -> int:
     """Each input read once and each output written once; empty groups write zeros."""
     p = problem
-    operands = p.m * (p.k + p.n) * itemsize_of(p.dtype) + 4 * p.groups + 8 * p.transposed
+    operands = p.m * (p.k + p.n) * itemsize_of(p.dtype) + 4 * p.groups + 4 * p.transposed
     return operands + p.groups * p.k * p.n * itemsize_of(p.out_dtype)
 
 
 def inputs(problem: Problem, key: Any) -> tuple[jax.Array, ...]:
-    """Random normal lhs and rhs, and sizes spread as the problem says; stored transposed, also two scales from 1/2 to 2."""
+    """Random normal lhs and rhs, and sizes spread as the problem says; stored transposed, also a scale from 1/2 to 2."""
     p = problem
     key_l, key_r, key_s = jax.random.split(key, 3)
     if p.transposed:
@@ -171,8 +171,8 @@ def _transposed_inputs(p: Problem, key_l: Any, key_r: Any, key_s: Any) -> tuple[
     def operand(key: Any, rows: int, dtype: str) -> jax.Array:
         return jnp.where(inside, jax.random.normal(key, (rows, p.m), jnp.bfloat16), 0).astype(dtype)
 
-    scales = 2.0 ** jax.random.uniform(key_f, (2,), jnp.float32, -1.0, 1.0)
-    return operand(key_l, p.k, p.dtype), operand(key_r, p.n, dtype_of_rhs(p)), sizes, scales
+    scale = 2.0 ** jax.random.uniform(key_f, (1,), jnp.float32, -1.0, 1.0)
+    return operand(key_l, p.k, p.dtype), operand(key_r, p.n, dtype_of_rhs(p)), sizes, scale
 
 
 def tolerance(problem: Problem) -> float:

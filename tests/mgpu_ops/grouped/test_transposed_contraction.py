@@ -191,8 +191,8 @@ def test_a_shard_is_told_to_pass_its_columns():
 @pytest.mark.parametrize("spread", ["even", "random", "skewed", "sparse"])
 def test_drawn_groups_fill_m_and_padding_is_zero(spread):
     problem = P(128 * 40, 16, 24, 16, spread=spread)
-    lhs, rhs, sizes, scales = SPEC.inputs(problem, jax.random.key(3))
-    assert (lhs.dtype, rhs.dtype, scales.shape) == (E4M3, E5M2, (2,))
+    lhs, rhs, sizes, scale = SPEC.inputs(problem, jax.random.key(3))
+    assert (lhs.dtype, rhs.dtype, scale.shape) == (E4M3, E5M2, (1,))
     assert padded(sizes, problem.m).sum() == problem.m
     assert (sizes % 128).any()
     for columns, size in zip(transposed.spans(problem, sizes.tolist()), sizes.tolist(), strict=True):

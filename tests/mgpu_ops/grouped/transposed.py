@@ -25,7 +25,7 @@ def spans(problem: Any, sizes: Sequence[int]) -> list[slice]:
 
 
 def operands(problem: Any, sizes: Sequence[int], seed: int = 0) -> tuple[np.ndarray, ...]:
-    """lhs, rhs, sizes and two scales: zeros between a group's end and the next begin, NaN behind the last group."""
+    """lhs, rhs, sizes and a scale: zeros between a group's end and the next begin, NaN behind the last group."""
     rng, found = np.random.default_rng(seed), spans(problem, sizes)
     arrays = []
     for rows, dtype in ((problem.k, problem.dtype), (problem.n, problem.rhs_dtype)):
@@ -35,12 +35,12 @@ def operands(problem: Any, sizes: Sequence[int], seed: int = 0) -> tuple[np.ndar
             values[:, columns.start : end] = rng.standard_normal((rows, end - columns.start))
         values[:, found[-1].stop :] = np.nan
         arrays.append(values.astype(jnp.dtype(problem.dtype if dtype == "none" else dtype)))
-    return *arrays, np.array(sizes, np.int32), np.float32([0.75, 0.5])
+    return *arrays, np.array(sizes, np.int32), np.float32([0.375])
 
 
-def truth(problem: Any, lhs: Any, rhs: Any, sizes: Any, scales: Any) -> np.ndarray:
+def truth(problem: Any, lhs: Any, rhs: Any, sizes: Any, scale: Any) -> np.ndarray:
     lhs, rhs = ragged.float64(lhs), ragged.float64(rhs)
-    return np.stack([lhs[:, s] @ rhs[:, s].T for s in spans(problem, sizes.tolist())]) * scales.astype(np.float64).prod()
+    return np.stack([lhs[:, s] @ rhs[:, s].T for s in spans(problem, sizes.tolist())]) * float(scale[0])
 
 
 def assert_right(problem: Any, out: Any, arrays: Sequence[Any], tolerance: float, assert_near: Any) -> None:
