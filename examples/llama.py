@@ -4,6 +4,7 @@
     python examples/llama.py --backend fp8 --steps 100
     python examples/llama.py --bench --csv results/2026-01-31-h200-llama.csv   # times steps of Llama-3 8B's layers, on a GPU
     python examples/llama.py --bench --model qwen3-4b                                        # of another model's
+    python examples/llama.py --bench --model qwen3-30b-a3b --qk-norm                         # with a mixture of experts
     python examples/llama.py --bench --width 2048 --heads 16 --kv-heads 4 --hidden 5632      # of any sizes
     python examples/llama.py --bench --shard fsdp --batches ''                               # a step that GPUs share
 
@@ -13,8 +14,10 @@ from earlier steps. Weights are multiplied in bfloat16, and the optimizer's are 
 "xla", "mgpu_ops" in 16 bits, "int8", whose layers have weights of 8 bits, "kv8" with a cache of 8 bits, and "int8_kv8" with
 both. In decoding, ours apply rotary embeddings and update the cache in one kernel.
 
-A layer: x += attention(rope(norm(x) w_qkv)) w_out; x += (silu(norm(x) w_gate) * (norm(x) w_up)) w_down.
-Source: Touvron et al., arXiv:2302.13971; grouped heads and sizes of Llama 3, arXiv:2407.21783.
+A layer: x += attention(rope(norm(x) w_qkv)) w_out; x += (silu(norm(x) w_gate) * (norm(x) w_up)) w_down. A model with experts
+has these three matrices for each expert, and a router that chooses `top_k` of them for each token.
+Source: Touvron et al., arXiv:2302.13971; grouped heads and sizes of Llama 3, arXiv:2407.21783; experts as in Mixtral,
+arXiv:2401.04088.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class Model:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
-    hidden: int = 384  # of a gated layer
+    hidden: int = 384  # of a gated layer, or of each expert
+    experts: int = 0  # of a layer; 0: it has one gated layer for all tokens
+    top_k: int = 0  # experts of each token
     vocabulary: int = 128  # ASCII
     rope_base: float = 500_000.0
     qk_norm: bool = False  # an RMS norm of each head of q and of k, as in Qwen3
@@ -57,17 +62,22 @@ class Model:
 
 # Four layers of Llama-3 8B's 32, and an eighth of its vocabulary: so the head's share of a step is that of the whole model.
 # The others likewise, with the nearest multiple of 128 words; of their sizes alone.
-LLAMA3_8B = Model(4096, 4, 32, 8, 128, 14336, 16384)
+LLAMA3_8B = Model(4096, 4, 32, 8, 128, 14336, vocabulary=16384)
 MODELS = {
     "llama3-8b": LLAMA3_8B,
-    "llama3-70b": Model(8192, 2, 64, 8, 128, 28672, 3200),
-    "llama3.2-1b": Model(2048, 4, 32, 8, 64, 8192, 32128),
-    "llama3.2-3b": Model(3072, 4, 24, 8, 128, 8192, 18304),
-    "mistral-nemo-12b": Model(5120, 4, 32, 8, 128, 14336, 16384),
-    "phi-4": Model(5120, 4, 40, 10, 128, 17920, 12544),
-    "qwen2.5-7b": Model(3584, 4, 28, 4, 128, 18944, 19008),
-    "qwen3-4b": Model(2560, 4, 32, 8, 128, 9728, 16896),
-    "gemma2-2b": Model(2304, 4, 8, 4, 256, 9216, 39424),
+    "llama3-70b": Model(8192, 2, 64, 8, 128, 28672, vocabulary=3200),
+    "llama3.2-1b": Model(2048, 4, 32, 8, 64, 8192, vocabulary=32128),
+    "llama3.2-3b": Model(3072, 4, 24, 8, 128, 8192, vocabulary=18304),
+    "mistral-nemo-12b": Model(5120, 4, 32, 8, 128, 14336, vocabulary=16384),
+    "phi-4": Model(5120, 4, 40, 10, 128, 17920, vocabulary=12544),
+    "qwen2.5-7b": Model(3584, 4, 28, 4, 128, 18944, vocabulary=19008),
+    "qwen3-4b": Model(2560, 4, 32, 8, 128, 9728, vocabulary=16896),
+    "gemma2-2b": Model(2304, 4, 8, 4, 256, 9216, vocabulary=39424),
+    "mixtral-8x7b": Model(4096, 2, 32, 8, 128, 14336, 8, 2, vocabulary=2048),
+    "qwen3-30b-a3b": Model(2048, 4, 32, 4, 128, 768, 128, 8, vocabulary=12672),
+    "olmoe-1b-7b": Model(2048, 4, 16, 16, 128, 1024, 64, 8, vocabulary=12544),
+    "granite3-3b-a800m": Model(1536, 4, 24, 8, 64, 512, 40, 8, vocabulary=6144),
+    "phi3.5-moe": Model(4096, 2, 32, 8, 128, 6400, 16, 2, vocabulary=2048),
     "small": Model(),
 }
 SIZES = {  # of a layer, and what they are
@@ -75,24 +85,29 @@ SIZES = {  # of a layer, and what they are
     "heads": "of queries",
     "kv_heads": "of keys and values",
     "head_dim": "width of a head",
-    "hidden": "width of a gated layer",
+    "hidden": "width of a gated layer, or of an expert",
+    "experts": "of a layer",
+    "top_k": "experts of each token",
 }
 
 
 def init(model: Model, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-    """Random weights whose outputs have about the size of their inputs. q, k and v are one matrix."""
+    """Random weights whose outputs have about the size of their inputs. q, k and v are one matrix; experts come first."""
     m = model
+    experts = (m.experts,) if m.experts else ()
     q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "qkv": (m.width, q + 2 * kv),
         "out": (q, m.width),
-        "gate": (m.width, m.hidden),
-        "up": (m.width, m.hidden),
-        "down": (m.hidden, m.width),
+        "gate": (*experts, m.width, m.hidden),
+        "up": (*experts, m.width, m.hidden),
+        "down": (*experts, m.hidden, m.width),
     }
+    if experts:
+        shapes["router"] = (m.width, m.experts)
 
-    def normal(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
-        return (jax.random.normal(key, shape, dtype) / shape[0] ** 0.5).astype(dtype)
+    def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return (jax.random.normal(key, shape, dtype) / shape[-2] ** 0.5).astype(dtype)
 
     def layer(key: jax.Array) -> Params:
         keys = jax.random.split(key, len(shapes))
@@ -119,6 +134,7 @@ class Backend:
     product: x w, or with a third argument x w + residual. x [tokens, k], w [k, n].
     gated: silu(x w_gate) * (x w_up) in one, of which the backward pass computes both products again.
     mlp: (silu(x w_gate) * (x w_up)) w_down + residual, of which gate and up are kept for the backward pass.
+    experts: of x, a layer with experts and top_k: the same of each token's top_k experts, added up with the router's weights.
     attention: causal, of what a layer's first product yields, q, k and v joined, once q and k are rotated, if the model has it
       after a norm: of the model, the layer, that, the batch and positions; [batch, tokens, heads, head_dim].
     loss: of logits [tokens, vocabulary] and labels, each token's cross-entropy.
@@ -131,6 +147,7 @@ class Backend:
     product: Callable[..., jax.Array]
     gated: Callable[[jax.Array, Any, Any], jax.Array]
     mlp: Callable[[jax.Array, Any, Any, Any, jax.Array], jax.Array]
+    experts: Callable[[jax.Array, Params, int], jax.Array]
     attention: Callable[[Model, Params, jax.Array, int, jax.Array], jax.Array]
     loss: Callable[[jax.Array, jax.Array], jax.Array]
     norm: Callable[..., Any]
@@ -163,6 +180,28 @@ def mlp_of(
     return product(jax.nn.silu(product(x, w_gate)) * product(x, w_up), w_down, residual=residual)
 
 
+def _xla_experts(x: jax.Array, layer: Params, top_k: int) -> jax.Array:
+    """Tokens gathered by a sort, three grouped products, a scatter-add. On a GPU the products are JAX's Pallas kernels, since
+    XLA multiplies all rows by each expert's matrices there."""
+    product: Callable[..., jax.Array] = jax.lax.ragged_dot
+    if jax.default_backend() == "gpu":
+        from mgpu_ops.tuning.bench.layers import ragged_dot_of_jax as product
+    weights, experts = _xla_route(x, layer, top_k)
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    token, sizes = order // top_k, jnp.bincount(experts.reshape(-1), length=layer["router"].shape[1]).astype(jnp.int32)
+    rows = x[token]
+    hidden = jax.nn.silu(product(rows, layer["gate"], sizes)) * product(rows, layer["up"], sizes)
+    scaled = product(hidden, layer["down"], sizes).astype(jnp.float32) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros(x.shape, jnp.float32).at[token].add(scaled).astype(x.dtype)
+
+
+def _xla_route(x: jax.Array, layer: Params, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """Weights and numbers of each token's experts, [tokens, top_k]."""
+    logits = jnp.matmul(x, layer["router"], preferred_element_type=jnp.float32)
+    weights, experts = jax.lax.top_k(jax.nn.softmax(logits), top_k)
+    return weights / weights.sum(1, keepdims=True), experts
+
+
 def _xla_attention(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
     """cuDNN's on a GPU. It is causal without lengths."""
     through: Literal["cudnn", "xla"] = "cudnn" if jax.default_backend() == "gpu" else "xla"
@@ -179,12 +218,25 @@ def _gated_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Arr
     return mgpu_ops.gated_mlp(x, w_gate, w_up, w_down, residual=residual)
 
 
+def _scores(x: jax.Array, layer: Params) -> jax.Array:
+    """The router's logits [tokens, experts], in float32."""
+    return mgpu_ops.matmul(x, layer["router"], out_dtype=jnp.float32)
+
+
+def _experts(x: jax.Array, layer: Params, top_k: int) -> jax.Array:
+    return mgpu_ops.moe(x, _scores(x, layer), layer["gate"], layer["up"], layer["down"], top_k)
+
+
 def _fp8_product(x: jax.Array, w: jax.Array, residual: jax.Array | None = None) -> jax.Array:
     return mgpu_ops.fp8_matmul(x, w, residual=residual)
 
 
 def _fp8_mlp(x: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array, residual: jax.Array) -> jax.Array:
     return mgpu_ops.fp8_gated_mlp(x, w_gate, w_up, w_down, residual=residual)
+
+
+def _fp8_experts(x: jax.Array, layer: Params, top_k: int) -> jax.Array:
+    return mgpu_ops.fp8_moe(x, _scores(x, layer), layer["gate"], layer["up"], layer["down"], top_k)
 
 
 _WithState = tuple[jax.Array, mgpu_ops.Fp8State]  # a matrix
@@ -204,6 +256,12 @@ def _delayed_mlp(x: jax.Array, gate: _WithState, up: _WithState, down: _WithStat
     return mgpu_ops.fp8_gated_mlp(x, gate[0], up[0], down[0], residual=residual, state=state)
 
 
+def _delayed_experts(x: jax.Array, layer: Params, top_k: int) -> jax.Array:
+    gate, up, down = (layer[name] for name in ("gate", "up", "down"))
+    state = mgpu_ops.Fp8GatedState(gate[1], up[1], down[1])
+    return mgpu_ops.fp8_moe(x, _scores(x, layer), gate[0], up[0], down[0], top_k, state=state)
+
+
 def _rotary_attention(model: Model, layer: Params, qkv: jax.Array, batch: int, positions: jax.Array) -> jax.Array:
     cos, sin = turns(model, positions)
     qkv = qkv.reshape(batch, len(positions), -1)
@@ -221,6 +279,7 @@ OURS = Backend(
     _product,
     mgpu_ops.gated_matmul,
     _gated_mlp,
+    _experts,
     _rotary_attention,
     mgpu_ops.cross_entropy,
     functools.partial(mgpu_ops.rms_norm, epsilon=EPSILON),
@@ -232,14 +291,17 @@ BACKENDS = {
         _xla_product,
         _xla_gated,
         functools.partial(mlp_of, _xla_product),
+        _xla_experts,
         lambda *given: _xla_attention(*heads(*given)),
         functools.partial(mgpu_ops.cross_entropy, backend="xla"),
         _xla_norm,
     ),
     "mgpu_ops": OURS,
     # XLA makes the largest number of what a norm yields in the norm's own pass.
-    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=_fp8_mlp, norm=_xla_norm),
-    "fp8_delayed": dataclasses.replace(OURS, product=delayed_product, gated=_delayed_gated, mlp=_delayed_mlp, amax_history=16),
+    "fp8": dataclasses.replace(OURS, product=_fp8_product, mlp=_fp8_mlp, experts=_fp8_experts, norm=_xla_norm),
+    "fp8_delayed": dataclasses.replace(
+        OURS, product=delayed_product, gated=_delayed_gated, mlp=_delayed_mlp, experts=_delayed_experts, amax_history=16
+    ),
 }
 
 
@@ -278,9 +340,12 @@ def _split(layer: Params, qkv: jax.Array, kv_heads: int) -> list[jax.Array]:
     return [_xla_norm(q, layer["q_norm"]), _xla_norm(k, layer["k_norm"]), v] if "q_norm" in layer else [q, k, v]
 
 
-def ffn(backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.Array:
+def ffn(model: Model, backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.Array:
     """x plus the gated layer. Without `recompute`, gate and up are kept for the backward pass: faster, with more memory."""
     normal, x = backend.norm(x, layer["ffn_norm"], return_x=True)
+    if model.experts:
+        experts = jax.checkpoint(backend.experts, static_argnums=2) if recompute else backend.experts
+        return x + experts(normal, layer, model.top_k)
     if recompute:
         return backend.product(backend.gated(normal, layer["gate"], layer["up"]), layer["down"], x)
     return backend.mlp(normal, layer["gate"], layer["up"], layer["down"], x)
@@ -295,7 +360,7 @@ def loss(model: Model, backend: Backend, params: Params, tokens: jax.Array, reco
         normal, x = backend.norm(x, layer["attention_norm"], return_x=True)
         attended = backend.attention(model, layer, backend.product(normal, layer["qkv"]), batch, positions)
         x = backend.product(attended.reshape(x.shape[0], -1), layer["out"], x)
-        x = ffn(backend, layer, x, recompute)
+        x = ffn(model, backend, layer, x, recompute)
     logits = _head(backend, params, x)
     return jnp.mean(backend.loss(logits, tokens[:, 1:].reshape(-1)))
 
@@ -358,6 +423,7 @@ class Serving:
     cached: of x and a layer, cos and sin [head_dim / 2], the cache's keys and values, and the position: rotated queries of
       norm(x) w_qkv, and the cache with rotated keys and with values.
     gated: silu(norm(x) w_gate) * (norm(x) w_up), of x and a layer.
+    experts: of x, a layer with experts and top_k: what the layer adds to x.
     head: norm(x) w_head, of x and the model.
     look_up: attention of one token to the first `lengths` [batch] of a cache's keys.
     kv_dtype: of the cache.
@@ -367,6 +433,7 @@ class Serving:
     product: Callable[[jax.Array, Any, jax.Array], jax.Array]
     cached: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     gated: Callable[[jax.Array, Params], jax.Array]
+    experts: Callable[[jax.Array, Params, int], jax.Array]
     head: Callable[[jax.Array, Params], jax.Array]
     look_up: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
     kv_dtype: Any = jnp.bfloat16
@@ -377,9 +444,14 @@ def _of_layers(params: Params, change: Callable[[Params], Params]) -> Params:
 
 
 def joined(params: Params) -> Params:
-    """With gate and up as one matrix, which suits products of few tokens. The gradients of many would be joined by a copy."""
+    """With gate and up as one matrix, which suits products of few tokens. The gradients of many would be joined by a copy.
+
+    Experts' stay apart.
+    """
 
     def join(layer: Params) -> Params:
+        if "router" in layer:
+            return layer
         others = {name: w for name, w in layer.items() if name not in ("gate", "up")}
         return others | {"gate_up": jnp.concatenate([layer["gate"], layer["up"]], 1)}
 
@@ -389,26 +461,34 @@ def joined(params: Params) -> Params:
 def folded(params: Params) -> Params:
     """With the weights of the layers' norms as factors of rows of what they go into, and gate and up as one matrix.
 
-    Products then are of rows as they are, and what reads a product divides by the root mean square of its rows.
+    Products then are of rows as they are, and what reads a product divides by the root mean square of its rows. Experts get
+    rows with a norm.
     """
 
     def fold(of: Params, norm: str, *names: str) -> Params:
         rows = of[norm].astype(jnp.float32)[:, None]
         return of | {name: (of[name] * rows).astype(of[name].dtype) for name in names}
 
-    return joined(_of_layers(params, lambda layer: fold(fold(layer, "attention_norm", "qkv"), "ffn_norm", "gate", "up")))
+    def both(layer: Params) -> Params:
+        layer = fold(layer, "attention_norm", "qkv")
+        return layer if "router" in layer else fold(layer, "ffn_norm", "gate", "up")
+
+    return joined(_of_layers(params, both))
 
 
 def in_int8(params: Params) -> Params:
-    """With the layers' weights as int8 [n, k], and a scale for each column, whose largest is 127. The head has 16 bits."""
+    """With the layers' weights as int8 [n, k], and a scale for each column, whose largest is 127. Head and router stay."""
 
     def quantized(w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        wide = w.astype(jnp.float32).T
-        scales = jnp.maximum(jnp.max(jnp.abs(wide), 1), 1e-30) / 127
-        return jnp.round(wide / scales[:, None]).astype(jnp.int8), scales
+        wide = w.astype(jnp.float32).mT
+        scales = jnp.maximum(jnp.max(jnp.abs(wide), -1), 1e-30) / 127
+        return jnp.round(wide / scales[..., None]).astype(jnp.int8), scales
 
     def change(layer: Params) -> Params:
-        return {name: w if name.endswith("norm") else quantized(w) for name, w in layer.items()}
+        if "router" in layer:
+            apart = {name: w for name, w in layer.items() if name not in ("gate", "up")}
+            layer = apart | {"gate_up": jnp.concatenate([layer["gate"], layer["up"]], 2)}
+        return {name: w if name.endswith("norm") or name == "router" else quantized(w) for name, w in layer.items()}
 
     return _of_layers(folded(params), change)
 
@@ -432,6 +512,17 @@ def _xla_gated_joined(x: jax.Array, layer: Params) -> jax.Array:
     return _silu_of_both(_xla_norm(x, layer["ffn_norm"]) @ layer["gate_up"])
 
 
+def _xla_served_experts(x: jax.Array, layer: Params, top_k: int) -> jax.Array:
+    """A single token's matrices are gathered, which is faster than a grouped product with groups of a row and none."""
+    normal = _xla_norm(x, layer["ffn_norm"])
+    if x.shape[0] > 1:
+        return _xla_experts(normal, layer, top_k)
+    weights, experts = _xla_route(normal, layer, top_k)
+    gate, up, down = (layer[name][experts[0]] for name in ("gate", "up", "down"))
+    hidden = jax.nn.silu(jnp.einsum("td,kdh->kh", normal, gate)) * jnp.einsum("td,kdh->kh", normal, up)
+    return jnp.einsum("kh,khd,tk->td", hidden, down, weights, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
 def _xla_head(x: jax.Array, params: Params) -> jax.Array:
     return _xla_norm(x, params["norm"]) @ params["head"]
 
@@ -443,6 +534,17 @@ def _cached(x: jax.Array, layer: Params, *others: jax.Array) -> tuple[jax.Array,
 
 def _gated_joined(x: jax.Array, layer: Params) -> jax.Array:
     return mgpu_ops.gated_matmul(x, layer["gate_up"], None, rms_epsilon=EPSILON)
+
+
+def _served_experts(x: jax.Array, layer: Params, top_k: int) -> jax.Array:
+    normal = mgpu_ops.rms_norm(x, layer["ffn_norm"], epsilon=EPSILON)
+    return _experts(normal, layer, top_k)
+
+
+def _int8_experts(x: jax.Array, layer: Params, top_k: int) -> jax.Array:
+    normal = mgpu_ops.rms_norm(x, layer["ffn_norm"], epsilon=EPSILON)
+    (gate_up, gate_up_scales), (down, down_scales) = layer["gate_up"], layer["down"]
+    return mgpu_ops.quantized_moe(normal, _scores(normal, layer), gate_up, down, gate_up_scales, down_scales, top_k)
 
 
 def _int8_gated(x: jax.Array, layer: Params) -> jax.Array:
@@ -464,9 +566,9 @@ def _look_up(q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> ja
 
 
 SERVING = {
-    "xla": Serving(joined, _xla_product, _xla_cached, _xla_gated_joined, _xla_head, _xla_attention),
-    "mgpu_ops": Serving(folded, _served_product, _cached, _gated_joined, _normed_head, _look_up),
-    "int8": Serving(in_int8, _served_product, _cached, _int8_gated, _normed_head, _look_up),
+    "xla": Serving(joined, _xla_product, _xla_cached, _xla_gated_joined, _xla_served_experts, _xla_head, _xla_attention),
+    "mgpu_ops": Serving(folded, _served_product, _cached, _gated_joined, _served_experts, _normed_head, _look_up),
+    "int8": Serving(in_int8, _served_product, _cached, _int8_gated, _int8_experts, _normed_head, _look_up),
 }
 SERVING |= {  # keys and values have a scale of 1: float8_e4m3fn goes from 2^-9 to 448
     "kv8": dataclasses.replace(SERVING["mgpu_ops"], kv_dtype=jnp.float8_e4m3fn),
@@ -489,7 +591,10 @@ def decode(
         q, k, v = backend.cached(x, layer, cos, sin, *known, position)
         grown.append((k, v))
         x = backend.product(backend.look_up(q, k, v, lengths).reshape(batch, -1), layer["out"], x)
-        x = backend.product(backend.gated(x, layer), layer["down"], x)
+        if model.experts:
+            x += backend.experts(x, layer, model.top_k)
+        else:
+            x = backend.product(backend.gated(x, layer), layer["down"], x)
     return backend.head(x, params), grown
 
 
@@ -631,7 +736,7 @@ def bench_step(
     flops = 6 * _multiplied(model) * tokens + 7 * model.layers * model.heads * model.head_dim * tokens**2
     label = f"{_label(model)}-{tokens}{'-recompute' * recompute}" + (f"-{shard}-{devices}-gpus" if shard else "")
     queued = 2 if mesh is None else 8  # those of several devices take longer to launch; a training loop does not wait for them
-    work = flops, 4 * _multiplied(model)
+    work = flops, 4 * _read(model, tokens)
     bench.measure(OPS["step"], label, work, programs, calls, errors, queued=queued, layers=model.layers)
 
 
@@ -654,7 +759,7 @@ def bench_decode(bench: Bench, model: Model, backends: Sequence[str], batch: int
     errors = {name: float(_apart(of, logits[backends[0]])) for name, of in logits.items()}
     print(", ".join(f"{name}: logits {error:.4f} of their size apart" for name, error in errors.items()), flush=True)
     kept = model.layers * batch * cached * model.head_dim
-    flops, moved = 2 * _multiplied(model) * batch + 4 * kept * model.heads, 2 * _multiplied(model) + 4 * kept * model.kv_heads
+    flops, moved = 2 * _multiplied(model) * batch + 4 * kept * model.heads, 2 * _read(model, batch) + 4 * kept * model.kv_heads
     bench.measure(OPS["decode"], f"{_label(model)}-{batch}x{cached}", (flops, moved), programs, calls, errors, queued=50)
 
 
@@ -665,16 +770,28 @@ def _weights(model: Model) -> Params:
 
 def _multiplied(model: Model) -> int:
     """Weights that a token is multiplied with."""
+    return round(_weights_of(model, model.top_k))
+
+
+def _read(model: Model, tokens: int) -> float:
+    """Weights that so many tokens are multiplied with: on average, of experts that are chosen at random."""
+    return _weights_of(model, model.experts and model.experts * (1 - (1 - model.top_k / model.experts) ** tokens))
+
+
+def _weights_of(model: Model, experts: float) -> float:
+    """Weights of the products, with so many experts of each layer."""
     m = model
-    layer = 2 * m.width * m.head_dim * (m.heads + m.kv_heads) + 3 * m.width * m.hidden
-    return m.layers * layer + m.width * m.vocabulary
+    gated = 3 * m.width * m.hidden
+    ffn = m.width * m.experts + experts * gated if m.experts else gated
+    return m.layers * (2 * m.width * m.head_dim * (m.heads + m.kv_heads) + ffn) + m.width * m.vocabulary
 
 
 def _label(model: Model) -> str:
-    """Of the model, its layers and its vocabulary; one of other sizes is width x heads x kv_heads x head_dim x hidden."""
+    """Of the model, its layers and its vocabulary; one of other sizes is width x heads x kv_heads x head_dim x hidden, and of
+    experts x experts x top_k."""
     sizes = [getattr(model, name) for name in SIZES]
     named = (name for name, known in MODELS.items() if sizes == [getattr(known, size) for size in SIZES])
-    name = next(named, "x".join(map(str, sizes))) + "-qk-norm" * model.qk_norm
+    name = next(named, "x".join(str(size) for size in sizes if size)) + "-qk-norm" * model.qk_norm
     return f"{name}-{model.layers}-layers-{model.vocabulary}"
 
 
@@ -791,6 +908,8 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             f"--heads {model.heads} --kv-heads {model.kv_heads} --head-dim {model.head_dim}: heads are a multiple of kv-heads, "
             "and head-dim is even"
         )
+    if (model.experts == 0) != (model.top_k == 0) or model.top_k > model.experts:
+        parser.error(f"--experts {model.experts} --top-k {model.top_k}: top-k is from 1 to experts, and neither goes alone")
     mesh = _mesh(parser, model, args)
     bench = Bench(args.rounds, args.sustained, args.profile, args.csv)
     for tokens in args.tokens:

@@ -151,6 +151,40 @@ def test_norms_of_heads_have_the_gradients_that_xla_gives_them():
         np.testing.assert_allclose(found["layers"][0][norm], wanted["layers"][0][norm], rtol=1e-3, atol=1e-4)
 
 
+EXPERTS = dataclasses.replace(LLAMA, experts=4, top_k=2)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=thorough.only_in_all)])
+def test_a_model_with_experts_has_the_loss_and_the_gradients_that_xla_gives_it(recompute):
+    params, data = llama.init(EXPERTS, jax.random.key(0)), jax.random.randint(jax.random.key(1), (2, 9), 0, LLAMA.vocabulary)
+    found = {}
+    for name in ("xla", "mgpu_ops", "fp8_delayed"):
+        backend = llama.BACKENDS[name]
+        step = jax.jit(functools.partial(llama.gradients, EXPERTS, backend, recompute=recompute))
+        found[name] = step(llama.with_states(params, llama.first_states(params, backend)), data)
+    (value, wanted), (ours, grads), (rounded, rounded_grads) = found.values()
+    assert float(ours) == pytest.approx(float(value), rel=1e-5)
+    for name in ("router", "gate", "up", "down"):
+        np.testing.assert_allclose(grads["layers"][0][name], wanted["layers"][0][name], rtol=1e-3, atol=1e-4)
+    assert float(rounded) == pytest.approx(float(value), rel=5e-2)
+    assert all(isinstance(rounded_grads["layers"][0][name][1], mgpu_ops.Fp8State) for name in ("gate", "up", "down"))
+
+
+@pytest.mark.parametrize("name", ["mgpu_ops", "int8", "xla"])
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=thorough.only_in_all)])
+def test_decoding_with_experts_gives_the_logits_of_the_whole_text(name, batch):
+    """In float32, but for int8: there no token is between two experts."""
+    backend = llama.SERVING[name]
+    params = llama.init(EXPERTS, jax.random.key(0))
+    params["layers"][0]["ffn_norm"] *= jnp.linspace(0.5, 2, LLAMA.width)
+    data = jax.random.randint(jax.random.key(1), (batch, 2), 0, LLAMA.vocabulary)
+    wanted = llama.loss(EXPERTS, llama.BACKENDS["xla"], params, data)
+    cache = llama.empty_cache(EXPERTS, batch, 1, jnp.float32)
+    logits, _ = llama.decode(EXPERTS, backend, backend.prepared(params), cache, data[:, 0], jnp.int32(0))
+    found = jnp.mean(mgpu_ops.cross_entropy(logits, data[:, 1]))
+    assert float(found) == pytest.approx(float(wanted), rel=2e-2 if name == "int8" else 1e-5)
+
+
 @thorough.only_in_all
 def test_a_language_model_learns_its_text_alike_with_each_backend():
     losses = {name: trained(name)[1] for name in llama.BACKENDS}
@@ -225,6 +259,8 @@ def test_a_step_is_not_shared_by_devices_that_do_not_divide_its_parameters(capsy
         (["--devices", "2"], "--devices 2 share a step as --shard says: add --shard data or fsdp"),
         (["--shard", "data", "--devices", "99"], "--devices 99 is more than the"),
         (["--tokens", "", "--batches", ""], "--tokens and --batches are both empty: there is nothing to time"),
+        (["--experts", "8"], "--experts 8 --top-k 0: top-k is from 1 to experts, and neither goes alone"),
+        (["--model", "mixtral-8x7b", "--top-k", "9"], "--experts 8 --top-k 9: top-k is from 1 to experts"),
         (["--heads", "12"], "--heads 12 --kv-heads 8 --head-dim 128: heads are a multiple of kv-heads"),
     ],
 )

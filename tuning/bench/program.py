@@ -28,7 +28,8 @@ WARM_CALLS = 2
 KINDS = {  # of a kernel by its name; the first that fits
     "attention": re.compile(r"flash|sdpa|fmha|attention|cudnn::fusion", re.IGNORECASE),
     "loss": re.compile(r"cross_entropy"),
-    "product": re.compile(r"matmul|gemm|nvjet|xmma|cutlass|splitk|cublas", re.IGNORECASE),
+    # `body_` is what JAX's ragged_dot calls its kernels, which are named after a function.
+    "product": re.compile(r"matmul|gemm|nvjet|xmma|cutlass|splitk|cublas|ragged|gated_gradient|^body_", re.IGNORECASE),
 }
 BETWEEN = "between"
 COLORS = {"product": "#228833", "attention": "#ee7733", "loss": "#aa3377", BETWEEN: "#4477aa"}

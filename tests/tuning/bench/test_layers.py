@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from mgpu_ops.core import gpu as gpus
 from mgpu_ops.tuning.bench import implementations, layers, report, results, runner
 from mgpu_ops.tuning.bench.settings import Precompiled, TuningContext
 from mgpu_ops.tuning.labels import label, problem_of
+from tests.arrays import normal
 from tests.tuning.bench.test_runner import timer, warm
 
 H200 = gpus.find("h200")
@@ -113,3 +116,32 @@ def test_a_layer_of_8_or_4_bits_is_nearly_that_of_16(w_dtype: str, limit: float)
     assert np.linalg.norm(out - wanted) < limit * np.linalg.norm(wanted)
     assert layers.unfit("int8", SMALL["small"], H200) is None
     assert "multiples of 128, not 16 and 24" in str(layers.unfit("int4", SMALL["small"], H200))
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [(1000, 2880, 768), (100, 192, 2880), (300, 128, 4096)])
+def test_jax_s_kernels_have_blocks_that_divide_n_and_the_gradients_of_ragged_dot(
+    rows: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("absl")  # JAX's samples import it
+    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
+
+    def product(lhs: Any, rhs: Any, *, group_sizes: Any, transpose_rhs: bool, **blocks: int) -> Any:
+        columns = rhs.shape[1 if transpose_rhs else 2]
+        assert columns % (blocks["block_n"] * blocks["grid_block_n"]) == 0
+        assert blocks["block_m"] == (128 if rows > 192 else 64)
+        return jax.lax.ragged_dot(lhs, rhs.mT if transpose_rhs else rhs, group_sizes)
+
+    def contraction(lhs: Any, rhs: Any, *, group_sizes: Any, **blocks: int) -> Any:
+        assert lhs.shape[1] % blocks["block_m"] == rhs.shape[1] % blocks["block_n"] == 0
+        return jax.vjp(lambda w: jax.lax.ragged_dot(lhs, w, group_sizes), jnp.zeros((3, k, n)))[1](rhs)[0]
+
+    monkeypatch.setattr(ragged_dot_mgpu, "ragged_dot", product)
+    monkeypatch.setattr(transposed_ragged_dot_mgpu, "transposed_ragged_dot", contraction)
+    lhs, rhs = normal(0, rows, k), normal(1, 3, k, n)
+    sizes = jnp.array([rows // 2, 0, rows - rows // 2], jnp.int32)
+    found, wanted = (
+        jax.grad(lambda lhs, rhs, dot=dot: jnp.sum(dot(lhs, rhs, sizes) ** 2), (0, 1))(lhs, rhs)
+        for dot in (layers.ragged_dot_of_jax, jax.lax.ragged_dot)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-2)

@@ -34,6 +34,8 @@ def test_kernels_are_of_a_kind_by_their_names() -> None:
     assert Kernel(0.0, 1.0, "void cudnn::fusion::convert_dq_to_16bits<true>(...)").kind == "attention"
     assert kinds["mgpu_ops_cross_entropy"] == "loss"
     assert kinds["input_reduce_fusion"] == "between"
+    for name in ("mgpu_ops_ragged_contraction_mosaic_gpu_kernel", "body_mosaic_gpu_kernel"):
+        assert Kernel(0.0, 1.0, name).kind == "product"
 
 
 def test_a_step_s_milliseconds_are_those_of_kinds_and_gaps() -> None:
