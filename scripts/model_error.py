@@ -41,6 +41,7 @@ FEW_TILES = (
     "2026-11-29-h200-matmul-few-tiles-margin.jsonl",
 )
 DECODING = "2026-11-30-h200-matmul-decoding.jsonl.gz"
+ROUTERS = "2026-11-30-h200-matmul-routers.jsonl"
 EIGHT_BITS = "2026-11-29-h200-matmul-8-bits.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
 DEFERRED = ("2026-11-22-h200-matmul-deferred.jsonl.gz", "2026-11-22-h200-matmul-deferred-2.jsonl.gz")
@@ -95,6 +96,7 @@ def measured() -> list[Measured]:
         *_timed("65 to 3000 rows, cold", MID_ROWS, now=True),
         *_timed("few tiles, cold", *FEW_TILES, now=True),
         *_decoding(),
+        *_timed("routers, cold", ROUTERS, now=True),
         *_timed("8 bits, cold", EIGHT_BITS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
@@ -396,8 +398,9 @@ _COLOURS = (
     "#6a3d9a",
     "#c9a227",
     "#5f9ea0",
+    "#c2b280",
 )
-_MARKERS = "os^Dv<>phXd*PH8."
+_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", (4, 1))  # the last is a star of four points
 _ACROSS = 3
 
 

@@ -42,7 +42,7 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
         *("ping-pong, cold", "deferred, cold", "suite anywhere, cold", "few rows, cold", "float32, cold"),
         *("calls on an H100", "drawn with alternatives, cold", "128 to 2048 rows, cold", "drawn with a residual, warm"),
         "65 to 3000 rows, cold",
-        *("few tiles, cold", "8 bits, cold", "decoding, cold"),
+        *("few tiles, cold", "8 bits, cold", "decoding, cold", "routers, cold"),
     }
     assert {(op, "short tiles, warm") for op in ("grouped_matmul", "gated_grouped_matmul")} <= sources
 
@@ -98,6 +98,17 @@ def test_no_product_of_decoding_that_the_models_give_to_the_kernel_was_slower_by
     assert (len(ratios), len(gains)) == (66, 96)
     assert min(ratios) >= 0.97
     assert math.prod(ratios) ** (1 / len(ratios)) >= 1.13
+
+
+def test_no_product_with_a_router_that_the_kernel_gets_was_slower_than_xla_s() -> None:
+    """One row always, more rows by the largest ones and by those whose k XLA pads."""
+    found = model_error.by_source(model_error.measured())["matmul", "routers, cold"]
+    gains = model_error.gains(found)
+    ratios = [ratio for kernel, ratio in gains if kernel]
+    assert (len(ratios), len(gains)) == (15, 40)
+    assert min(ratios) >= 1.09
+    assert max(ratio for kernel, ratio in gains if not kernel) < 1.9
+    assert sum(found[i].problem.m == 1 for i, (kernel, _) in enumerate(gains) if kernel) == 11
 
 
 def test_passes_of_attention_and_weights_of_8_and_4_bits_are_counted_beside_the_sweeps() -> None:
