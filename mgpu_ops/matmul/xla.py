@@ -158,10 +158,10 @@ _HALF_A_WAVE, _K_OF_FEW_TILES, _ROWS_OF_FEW_TILES, _COLUMNS_OF_FEW_TILES = 66, 1
 _ROWS_OF_DECODING, _UNIT_OF_DECODING, _SIDE_OF_DECODING = 65, 64, 1024
 _MANY_ROWS, _MARGIN_OF_SHORT_K, _K_OF_MANY_ROWS = 16, 0.97, 4096
 _K_OF_FEW_ROWS, _MARGIN_OF_FEW_ROWS_BY_T = 2560, 0.94
-# Few rows by small matrices [k, n], such as a router's. One row XLA reduces in two kernels, which its model leaves out: in eleven
-# problems of 8 to 1024 columns the kernel was 1.10 to 2.36 times as fast, and is modelled to take up to 1.6 times as long. Of
-# more rows and the smallest matrices XLA takes 0.7 of what is modelled: with the usual margin 4 x 128 x 2048 was at 0.847x
-# (results/2026-11-30-h200-matmul-routers.jsonl).
+# Few rows by small matrices [k, n], such as a router's. One row XLA reduces in two kernels, which its model leaves out: in
+# eleven problems of 8 to 1024 columns the kernel was 1.10 to 2.36 times as fast, and is modelled to take up to 1.6 times as
+# long. Of more rows and the smallest matrices XLA takes 0.7 to 0.84 of what is modelled: with the usual margin 4 x 128 x 2048
+# was at 0.847x (results/2026-11-30-h200-matmul-routers.jsonl).
 _COLUMNS_OF_A_ROW, _K_OF_A_ROW, _MARGIN_OF_A_ROW = 1024, range(1536, 7169), 2.0
 _SMALL_MATRIX, _MARGIN_OF_SMALL_MATRIX = 2**18, 0.7
 

@@ -48,6 +48,7 @@ TABLES: dict[str, Callable[[Path], Iterator[str]]] = {
         programs.program_h100,
         programs.program_models,
         programs.program_models_h100,
+        programs.program_experts,
         programs.program_kernels,
         programs.compile_times,
         glance.h100,

@@ -43,7 +43,7 @@ def strips(results: Path) -> Iterator[Strip]:
     yield strip("gated matmul", "XLA (two products)", gated, "xla")
     gated = problems(results, "h200-gated_matmul-other-models")
     yield strip("gated matmul, other models, untuned", "XLA (two products)", gated, "xla")
-    yield from [*training_steps(results), *untuned_models(results)]
+    yield from [*training_steps(results), *untuned_models(results), *models_with_experts(results)]
     yield strip("mixture of experts, forward", "fastest parts of others", layers_of_experts(results), "fastest-parts")
     grads = layers_of_experts(results, "+grad")
     yield strip("mixture of experts, forward + backward", "fastest parts of others", grads, "fastest-parts")
@@ -125,6 +125,12 @@ def untuned_models(results: Path, gpu: str = "h200") -> Iterator[Strip]:
     return training_steps(results, gpu, "llama-models", ", other models, untuned")
 
 
+def models_with_experts(results: Path) -> Iterator[Strip]:
+    """Training steps of them."""
+    beside = "XLA, cuDNN and JAX's ragged_dot"
+    return training_steps(results, models="llama-experts", of=", models with experts", beside=beside)
+
+
 _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and untuned, and what is behind
     "attention, forward + backward",
     "attention, random shapes, untuned",
@@ -137,6 +143,7 @@ _GLANCE = (  # of the `strips`, for a first look: each kind of op, tuned and unt
     "grouped matmul, other models, untuned",
     "a training step in 16 bits",
     "a training step in 16 bits, other models, untuned",
+    "a training step in 16 bits, models with experts",
     "all_reduce, 4 GPUs, kernel (calls up to 1 MiB run XLA)",
 )
 

@@ -31,18 +31,20 @@ def steps_of_programs(
     return steps, found
 
 
-def training_steps(results: Path, gpu: str = "h200", models: str = "llama", of: str = "") -> Iterator[Strip]:
-    """Training in 16 and in 8 bits beside XLA's in 16. of: what the lines' titles add."""
+def training_steps(
+    results: Path, gpu: str = "h200", models: str = "llama", of: str = "", beside: str = "XLA and cuDNN"
+) -> Iterator[Strip]:
+    """Training in 16 and in 8 bits beside that of others in 16. of: what the lines' titles add."""
     steps, _ = steps_of_programs(results, gpu, models)
-    for bits, wanted, beside in (
-        ("16 bits", "llama-step", "XLA and cuDNN"),
-        ("8 bits", "llama-fp8-step", "XLA and cuDNN in 16 bits"),
-        ("8 bits, delayed scaling", "llama-fp8-delayed-step", "XLA and cuDNN in 16 bits"),
+    for bits, wanted in (
+        ("16 bits", "llama-step"),
+        ("8 bits", "llama-fp8-step"),
+        ("8 bits, delayed scaling", "llama-fp8-delayed-step"),
     ):
         found = ((problem, by) for (op, problem), by in steps.items() if op == wanted)
         ratios = sorted((float(by["xla"]["median_us"]) / float(by["mgpu_ops"]["median_us"]), problem) for problem, by in found)
         if ratios:
-            yield Strip(f"a training step in {bits}{of}", beside, ratios)
+            yield Strip(f"a training step in {bits}{of}", beside + " in 16 bits" * (bits != "16 bits"), ratios)
 
 
 def program(results: Path, gpu: str = "h200") -> Iterator[str]:
@@ -57,9 +59,11 @@ def program_h100(results: Path) -> Iterator[str]:
     return program(results, "h100")
 
 
-def program_models(results: Path, gpu: str = "h200") -> Iterator[str]:
-    """The same of models that nothing is tuned for, by model."""
-    steps, found = steps_of_programs(results, gpu, "llama-models")
+def program_models(
+    results: Path, gpu: str = "h200", models: str = "llama-models", beside: str = "XLA and cuDNN"
+) -> Iterator[str]:
+    """The same of other models, that nothing is tuned for, by model."""
+    steps, found = steps_of_programs(results, gpu, models)
 
     def order(item: tuple[tuple[str, str], Any]) -> tuple[str, Any]:
         return item[0][1].partition("-layers-")[0], _order_of_step(item)
@@ -69,7 +73,7 @@ def program_models(results: Path, gpu: str = "h200") -> Iterator[str]:
         name, _, layers = model.rpartition("-")
         return f"{name}, {layers} layers: {_step(op, f'-layers-{rest}')}"
 
-    yield from _steps(sorted(steps.items(), key=order), what)
+    yield from _steps(sorted(steps.items(), key=order), what, beside)
     yield next(sources(*found))
 
 
@@ -78,9 +82,16 @@ def program_models_h100(results: Path) -> Iterator[str]:
     return program_models(results, "h100")
 
 
-def _steps(steps: Iterable[tuple[tuple[str, str], dict[str, Row]]], what: Callable[[str, str], str]) -> Iterator[str]:
+def program_experts(results: Path) -> Iterator[str]:
+    """The same of models with experts."""
+    return program_models(results, models="llama-experts", beside="XLA, cuDNN and JAX's ragged_dot")
+
+
+def _steps(
+    steps: Iterable[tuple[tuple[str, str], dict[str, Row]]], what: Callable[[str, str], str], beside: str = "XLA and cuDNN"
+) -> Iterator[str]:
     """A table of steps, a line of each. what: its title, of the op and the problem."""
-    yield "| a step | XLA and cuDNN, ms | ours, ms | theirs over ours | XLA's memory, GB | ours, GB |"
+    yield f"| a step | {beside}, ms | ours, ms | theirs over ours | XLA's memory, GB | ours, GB |"
     yield "|---" * 6 + "|"
     for (op, problem), by in steps:
         xla, ours = (float(by[impl]["median_us"]) / 1e3 for impl in ("xla", "mgpu_ops"))
