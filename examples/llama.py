@@ -341,7 +341,7 @@ def _split(layer: Params, qkv: jax.Array, kv_heads: int) -> list[jax.Array]:
 
 
 def ffn(model: Model, backend: Backend, layer: Params, x: jax.Array, recompute: bool) -> jax.Array:
-    """x plus the gated layer. Without `recompute`, gate and up are kept for the backward pass: faster, with more memory."""
+    """x plus the gated layer, or the experts. Without `recompute`, gate and up are kept: faster, with more memory."""
     normal, x = backend.norm(x, layer["ffn_norm"], return_x=True)
     if model.experts:
         experts = jax.checkpoint(backend.experts, static_argnums=2) if recompute else backend.experts
@@ -770,7 +770,7 @@ def _weights(model: Model) -> Params:
 
 def _multiplied(model: Model) -> int:
     """Weights that a token is multiplied with."""
-    return round(_weights_of(model, model.top_k))
+    return int(_weights_of(model, model.top_k))
 
 
 def _read(model: Model, tokens: int) -> float:
@@ -871,7 +871,7 @@ def main(arguments: list[str] | None = None) -> None:
     kinds = "; ".join(f"{name}: {what}" for name, what in SHARDS.items())
     parser.add_argument("--shard", choices=SHARDS, help=f"time a step of training that devices share, where each has ({kinds})")
     parser.add_argument("--devices", type=_positive, help="that share a step (default: all)")
-    parser.add_argument("--recompute", action="store_true", help="compute gate and up again in the backward pass")
+    parser.add_argument("--recompute", action="store_true", help="compute gate and up, or experts, again in the backward pass")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write the kernels of a step, and a layer's picture")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the times, on a GPU")
     args = parser.parse_args(arguments)
@@ -908,8 +908,13 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             f"--heads {model.heads} --kv-heads {model.kv_heads} --head-dim {model.head_dim}: heads are a multiple of kv-heads, "
             "and head-dim is even"
         )
-    if (model.experts == 0) != (model.top_k == 0) or model.top_k > model.experts:
-        parser.error(f"--experts {model.experts} --top-k {model.top_k}: top-k is from 1 to experts, and neither goes alone")
+    if model.experts and not 1 <= model.top_k <= model.experts:
+        told = f"--top-k is {model.top_k}" if model.top_k else "there is no --top-k"
+        parser.error(f"of {model.experts} experts each token has --top-k, from 1 to {model.experts}, and {told}")
+    if model.top_k and not model.experts:
+        parser.error(f"--top-k {model.top_k} is of --experts, and the model has none")
+    if model.experts and (model.width % 64 or model.hidden % 64) and gpus.current() is not None and "xla" in backends:
+        parser.error(f"JAX's ragged_dot takes multiples of 64: --width {model.width} --hidden {model.hidden}, or leave xla out")
     mesh = _mesh(parser, model, args)
     bench = Bench(args.rounds, args.sustained, args.profile, args.csv)
     for tokens in args.tokens:
@@ -921,6 +926,8 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def _mesh(parser: argparse.ArgumentParser, model: Model, args: argparse.Namespace) -> Mesh | None:
     """The devices that share a step; None where one runs it."""
+    if args.shard is not None and model.experts:
+        parser.error(f"--shard {args.shard}: XLA does not split JAX's ragged_dot over devices: take a model without experts")
     if args.shard is None:
         if args.devices is not None:
             parser.error(f"--devices {args.devices} share a step as --shard says: add --shard {' or '.join(SHARDS)}")

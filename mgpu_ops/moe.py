@@ -199,7 +199,8 @@ _FEW = 1 << 22
 def _best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
     """The numbers of the top_k largest logits, the largest first, and what `of` has there, both [..., top_k].
 
-    Of equal logits the first comes first; a NaN counts as larger than all.
+    Of equal logits the first comes first; a NaN counts as larger than all, and with a sign as less, as in
+    `lax.top_k`.
     """
     logits = jnp.where(logits == 0, jnp.zeros((), logits.dtype), logits)  # -0 equals 0
     if logits.dtype != jnp.float32 or top_k > _ONE_BY_ONE:
@@ -210,10 +211,8 @@ def _best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.
         key = jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
         if _few(*key.shape, key.shape[-1]):
             # One kernel for the places, and one for both results.
-            place, number = (
-                lax.broadcasted_iota(jnp.int32, (*key.shape[:-1], top_k, key.shape[-1]), key.ndim - i) for i in (1, 0)
-            )
-            is_best = _places(key, descending=True)[..., None, :] == place
+            place, number = _places_and_numbers(key, top_k)
+            is_best = _places_of_best(key, top_k)[..., None, :] == place
             return jnp.where(is_best, number, 0).sum(-1, dtype=jnp.int32), jnp.where(is_best, of[..., None, :], 0).sum(-1)
         experts = _one_by_one(key, top_k)
     return experts, jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
@@ -232,8 +231,33 @@ def _one_by_one(key: jax.Array, top_k: int) -> jax.Array:
     return jnp.stack(found, axis=-1)
 
 
+def _places_of_best(key: jax.Array, top_k: int) -> jax.Array:
+    """The place of each of few keys, the largest first: of the top_k largest, if vmap makes them many."""
+
+    @jax.custom_batching.custom_vmap
+    def places(key: jax.Array) -> jax.Array:
+        return _places(key, descending=True)
+
+    @places.def_vmap
+    def batched(size: int, _: Any, keys: jax.Array) -> tuple[jax.Array, bool]:
+        if _few(*keys.shape, keys.shape[-1]):
+            return _places_of_best(keys, top_k), True
+        place, number = _places_and_numbers(keys, top_k)
+        is_best = _one_by_one(keys, top_k)[..., None] == number
+        return jnp.where(is_best, place - top_k, 0).sum(-2, dtype=jnp.int32) + top_k, True
+
+    found: jax.Array = places(key)
+    return found
+
+
+def _places_and_numbers(key: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
+    """Indices along the last two dimensions of [..., top_k, experts]."""
+    shape = (*key.shape[:-1], top_k, key.shape[-1])
+    return lax.broadcasted_iota(jnp.int32, shape, key.ndim - 1), lax.broadcasted_iota(jnp.int32, shape, key.ndim)
+
+
 def _few(*sizes: Any) -> bool:
-    """Whether so many comparisons are few. A symbolic number is not known to be."""
+    """Whether so many comparisons are few. A symbolic number is not known to be. What vmap adds is not among the sizes."""
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= _FEW
 
 
@@ -307,14 +331,35 @@ def sorted_by_expert(x: jax.Array, experts: ArrayLike, num_experts: int) -> tupl
     known = (experts >= 0) & (experts < num_experts)
     key = jnp.where(known, experts, num_experts).astype(jnp.int32).reshape(-1)
     positions, sizes = counting_sort(key, num_experts)
-    counted = jnp.arange(key.size, dtype=jnp.int32)
-    positions, counted = mesh.same_mesh_axes(positions, counted)
-    if _few(key.size, key.size):
-        order = jnp.where(positions[None] == counted[:, None], counted[None], 0).sum(1, dtype=jnp.int32)
-    else:
-        order = jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
+    order = _inverse(positions)
     sizes, order, positions = mesh.same_mesh_axes(sizes, order, positions.reshape(experts.shape))
     return sizes, order, positions
+
+
+def _inverse(positions: jax.Array) -> jax.Array:
+    """Of a permutation."""
+
+    def scattered(positions: jax.Array) -> jax.Array:
+        positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
+        return jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
+
+    def compared(positions: jax.Array) -> jax.Array:
+        positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
+        return jnp.where(positions[None] == counted[:, None], counted[None], 0).sum(1, dtype=jnp.int32)
+
+    return _of_few(compared, scattered)(positions) if _few(positions.size, positions.size) else scattered(positions)
+
+
+def _of_few(few: Callable[..., Any], many: Callable[..., Any]) -> Callable[..., Any]:
+    """`few`, but under vmap `many`: it may make them many."""
+    function = jax.custom_batching.custom_vmap(few)
+
+    @function.def_vmap
+    def batched(size: int, _: Any, x: jax.Array) -> tuple[Any, Any]:
+        out = jax.vmap(many)(x)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return function
 
 
 _BLOCK = 128  # keys that are compared with each other
@@ -342,8 +387,19 @@ def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
     block before it. All are sums of comparisons, in a few passes, which take together what XLA's sort alone does. Of few keys,
     each is compared with all others.
     """
-    if _few(keys.size, max(keys.size, buckets)):
+    in_blocks = functools.partial(_sorted_in_blocks, buckets=buckets)
+    if not _few(keys.size, max(keys.size, buckets)):
+        return in_blocks(keys)
+
+    def compared(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _places(keys), (keys[None] == _numbers(buckets)[:, None]).sum(1, dtype=jnp.int32)
+
+    found: tuple[jax.Array, jax.Array] = _of_few(compared, in_blocks)(keys)
+    return found
+
+
+def _sorted_in_blocks(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
+    """`counting_sort` of many keys."""
     blocks = -(-keys.size // _BLOCK)
     inner = max(1, min(blocks, _BLOCKS))
     padding = -keys.size % (inner * _BLOCK)

@@ -167,6 +167,8 @@ def test_a_model_with_experts_has_the_loss_and_the_gradients_that_xla_gives_it(r
     for name in ("router", "gate", "up", "down"):
         np.testing.assert_allclose(grads["layers"][0][name], wanted["layers"][0][name], rtol=1e-3, atol=1e-4)
     assert float(rounded) == pytest.approx(float(value), rel=5e-2)
+    apart = llama._apart(llama.without_states(rounded_grads), wanted)
+    assert float(apart) < 0.3
     assert all(isinstance(rounded_grads["layers"][0][name][1], mgpu_ops.Fp8State) for name in ("gate", "up", "down"))
 
 
@@ -259,8 +261,10 @@ def test_a_step_is_not_shared_by_devices_that_do_not_divide_its_parameters(capsy
         (["--devices", "2"], "--devices 2 share a step as --shard says: add --shard data or fsdp"),
         (["--shard", "data", "--devices", "99"], "--devices 99 is more than the"),
         (["--tokens", "", "--batches", ""], "--tokens and --batches are both empty: there is nothing to time"),
-        (["--experts", "8"], "--experts 8 --top-k 0: top-k is from 1 to experts, and neither goes alone"),
-        (["--model", "mixtral-8x7b", "--top-k", "9"], "--experts 8 --top-k 9: top-k is from 1 to experts"),
+        (["--experts", "8"], "of 8 experts each token has --top-k, from 1 to 8, and there is no --top-k"),
+        (["--model", "mixtral-8x7b", "--top-k", "9"], "of 8 experts each token has --top-k, from 1 to 8, and --top-k is 9"),
+        (["--top-k", "2"], "--top-k 2 is of --experts, and the model has none"),
+        (["--model", "mixtral-8x7b", "--shard", "data"], "--shard data: XLA does not split JAX's ragged_dot over devices"),
         (["--heads", "12"], "--heads 12 --kv-heads 8 --head-dim 128: heads are a multiple of kv-heads"),
     ],
 )

@@ -162,7 +162,7 @@ _K_OF_FEW_ROWS, _MARGIN_OF_FEW_ROWS_BY_T = 2560, 0.94
 # eleven problems of 8 to 1024 columns the kernel was 1.10 to 2.36 times as fast, and is modelled to take up to 1.6 times as
 # long. Of more rows and the smallest matrices XLA takes 0.7 to 0.84 of what is modelled: with the usual margin 4 x 128 x 2048
 # was at 0.847x (results/2026-11-30-h200-matmul-routers.jsonl).
-_COLUMNS_OF_A_ROW, _K_OF_A_ROW, _MARGIN_OF_A_ROW = 1024, range(1536, 7169), 2.0
+_COLUMNS_OF_A_ROW, _K_OF_A_ROW = 1024, range(1536, 7169)
 _SMALL_MATRIX, _MARGIN_OF_SMALL_MATRIX = 2**18, 0.7
 
 
@@ -184,8 +184,8 @@ def margin(problem: Problem) -> float:
         # of its own, which this model of a product alone leaves out.
         return 1.0 if p.m % 8 == 0 and p.n % gemm.ROWS == 0 else _MARGIN_OF_RESIDUAL
     if _is_of_few_rows(p) and p.layout == "nn":
-        if p.m == 1 and p.n <= _COLUMNS_OF_A_ROW and p.k in _K_OF_A_ROW:
-            return _MARGIN_OF_A_ROW
+        if p.m == 1 and p.n <= _COLUMNS_OF_A_ROW and p.k in _K_OF_A_ROW and not p.residual:
+            return math.inf
         if p.m > 1 and p.n * p.k <= _SMALL_MATRIX:
             return _MARGIN_OF_SMALL_MATRIX
     if _is_decoding(p):

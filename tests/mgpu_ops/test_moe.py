@@ -169,6 +169,28 @@ def test_route_finds_the_largest_logits_in_order_whatever_they_are(top_k, tokens
     np.testing.assert_array_equal(experts, np.argsort(-logits, axis=1, kind="stable")[:, :top_k])
     _, experts = moe_route(np.where(logits == 1.5, np.nan, logits), top_k)
     assert all(len(set(row)) == top_k for row in experts.tolist())
+    _, experts = moe_route(np.where(np.arange(20) == 7, np.float32("nan"), logits), top_k)
+    assert (experts[:, 0] == 7).all()
+
+
+@pytest.mark.parametrize("tokens", [64, 1024])
+def test_under_vmap_routing_and_sort_are_those_of_each_entry_and_compare_no_more_than_alone(tokens):
+    """64 entries of 1024 tokens would be 268 million comparisons for the sort, in each of two kernels."""
+    logits, x = normal(0, 64, tokens, 8), jnp.zeros((64, tokens, 1))
+    weights, experts = jax.jit(jax.vmap(lambda of: moe_route(of, 2)))(logits)
+    wanted, chosen = moe_route(logits.reshape(-1, 8), 2)
+    np.testing.assert_array_equal(experts.reshape(-1, 2), chosen)
+    np.testing.assert_allclose(weights.reshape(-1, 2), wanted, rtol=1e-6)
+    dispatch = jax.vmap(lambda x, experts: moe_dispatch(x, experts, 8))
+    for found, one in zip(jax.jit(dispatch)(x, experts), moe_dispatch(x[63], experts[63], 8), strict=True):
+        np.testing.assert_array_equal(found[63], one)
+    made = max(int(np.prod(v.aval.shape)) for v in variables(jax.make_jaxpr(dispatch)(x, experts).jaxpr))
+    assert made <= 64 * 2 * tokens * 128  # a block of 128 assignments is compared with itself
+    gradient, of_all = (
+        jax.jit(jax.grad(lambda of, route=route: jnp.sum(route(of)[0][..., 0] ** 2)))(logits)
+        for route in (jax.vmap(lambda of: moe_route(of, 2)), lambda of: moe_route(of, 2))
+    )
+    np.testing.assert_allclose(gradient, of_all, atol=1e-6)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 3), (1, 1, 1), (43, 3, 5), (64, 2, 1), (5000, 2, 7)])

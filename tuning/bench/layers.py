@@ -260,7 +260,8 @@ def ragged_dot_of_jax(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.A
     """`jax.lax.ragged_dot` by JAX's Pallas kernels for Hopper GPUs, with its gradients.
 
     lhs: [m, k]; rhs: [groups, k, n]; k and n in multiples of 64. The settings are those that won most often where they were
-    tuned, with blocks that divide n; and blocks of 64 rows where a group has that few.
+    tuned (results/2026-11-23-h200-moe+grad-fastest.csv), with blocks that divide n, and of 64 rows where a group has that few.
+    Of a contraction the raster need not divide n.
     """
     return _ragged_dot_of_jax(lhs, rhs, sizes, transposed=False)
 
@@ -268,6 +269,8 @@ def ragged_dot_of_jax(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.A
 def _ragged_dot_of_jax(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu as theirs
 
+    if rhs.shape[1] % 64 or rhs.shape[2] % 64:
+        raise ValueError(f"rhs{rhs.shape}: JAX's ragged_dot takes k and n in multiples of 64")
     n = rhs.shape[1 if transposed else 2]
     block_n = next(block for block in (128, 192, 64) if n % block == 0)
     raster = next(raster for raster in (4, 2, 1) if n % (raster * block_n) == 0)
