@@ -31,8 +31,9 @@ from mgpu_ops.matmul import quantizing
 from mgpu_ops.matmul.fp8 import E4M3, E5M2, FLOATS, Products, Quantized, next_state, of_gates, of_mesh
 from mgpu_ops.matmul.fp8_gated import CURRENT, Fp8GatedState, checked_gated_state
 from mgpu_ops.matmul.rounding import largest_finite, scale_or_one
-from mgpu_ops.moe import checked_experts, counting_sort, matrices_of, own_experts, routed, rule_of_experts
+from mgpu_ops.moe import checked_experts, matrices_of, own_experts, routed, rule_of_experts
 from mgpu_ops.registry import dispatch, partition
+from mgpu_ops.sorting import counting_sort
 
 
 @dataclasses.dataclass(frozen=True)

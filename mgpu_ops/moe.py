@@ -29,6 +29,7 @@ from mgpu_ops.grouped.calls import checked_offset, checked_operands, checked_siz
 from mgpu_ops.grouped.rows import rows_at
 from mgpu_ops.grouped.sizes import Spread
 from mgpu_ops.registry import dispatch, partition
+from mgpu_ops.sorting import best, counting_sort, inverse
 
 MATRICES = "E D H, E D H, E H D"  # of a `partition.Rule`: each device has all experts
 
@@ -179,7 +180,7 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
     def route(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = logits.astype(np.promote_types(logits.dtype, np.float32))
         of = logits if norm_topk_prob else jax.nn.log_softmax(logits)
-        experts, chosen = _best(lax.stop_gradient(logits), of, int(top_k))
+        experts, chosen = best(lax.stop_gradient(logits), of, int(top_k))
         return (jax.nn.softmax(chosen) if norm_topk_prob else jnp.exp(chosen)), experts
 
     def rule(logits: jax.Array) -> partition.Rule:
@@ -188,86 +189,6 @@ def moe_route(router_logits: ArrayLike, top_k: int, *, norm_topk_prob: bool = Tr
 
     found: tuple[jax.Array, jax.Array] = partition.with_first(route, rule, 1, logits)
     return found
-
-
-_MAX = 2**31 - 1
-_ONE_BY_ONE = 16  # experts of a token, at most, that are found by so many passes
-# Numbers up to which all are compared with all: few tokens are decoded, and then the number of kernels is what takes time.
-_FEW = 1 << 22
-
-
-def _best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """The numbers of the top_k largest logits, the largest first, and what `of` has there, both [..., top_k].
-
-    Of equal logits the first comes first; a NaN counts as larger than all, and with a sign as less, as in
-    `lax.top_k`.
-    """
-    logits = jnp.where(logits == 0, jnp.zeros((), logits.dtype), logits)  # -0 equals 0
-    if logits.dtype != jnp.float32 or top_k > _ONE_BY_ONE:
-        experts = lax.top_k(logits, top_k)[1].astype(jnp.int32)
-    else:
-        # As integers, floats have the same order, and there is one left that is less than all: for those that were found.
-        bits = lax.bitcast_convert_type(logits, jnp.int32)
-        key = jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
-        if _few(*key.shape, key.shape[-1]):
-            # One kernel for the places, and one for both results.
-            place, number = _places_and_numbers(key, top_k)
-            is_best = _places_of_best(key, top_k)[..., None, :] == place
-            return jnp.where(is_best, number, 0).sum(-1, dtype=jnp.int32), jnp.where(is_best, of[..., None, :], 0).sum(-1)
-        experts = _one_by_one(key, top_k)
-    return experts, jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
-
-
-def _one_by_one(key: jax.Array, top_k: int) -> jax.Array:
-    """The numbers of the top_k largest keys, a maximum for each: a small kernel, which finds the keys in L2.
-
-    XLA's `top_k` sorts all of them.
-    """
-    number = lax.broadcasted_iota(jnp.int32, key.shape, key.ndim - 1)
-    found = []
-    for _ in range(top_k):
-        found.append(lax.argmax(key, key.ndim - 1, jnp.int32))
-        key = jnp.where(number == found[-1][..., None], jnp.int32(-(2**31)), key)
-    return jnp.stack(found, axis=-1)
-
-
-def _places_of_best(key: jax.Array, top_k: int) -> jax.Array:
-    """The place of each of few keys, the largest first: of the top_k largest, if vmap makes them many."""
-
-    @jax.custom_batching.custom_vmap
-    def places(key: jax.Array) -> jax.Array:
-        return _places(key, descending=True)
-
-    @places.def_vmap
-    def batched(size: int, _: Any, keys: jax.Array) -> tuple[jax.Array, bool]:
-        if _few(*keys.shape, keys.shape[-1]):
-            return _places_of_best(keys, top_k), True
-        place, number = _places_and_numbers(keys, top_k)
-        is_best = _one_by_one(keys, top_k)[..., None] == number
-        return jnp.where(is_best, place - top_k, 0).sum(-2, dtype=jnp.int32) + top_k, True
-
-    found: jax.Array = places(key)
-    return found
-
-
-def _places_and_numbers(key: jax.Array, top_k: int) -> tuple[jax.Array, jax.Array]:
-    """Indices along the last two dimensions of [..., top_k, experts]."""
-    shape = (*key.shape[:-1], top_k, key.shape[-1])
-    return lax.broadcasted_iota(jnp.int32, shape, key.ndim - 1), lax.broadcasted_iota(jnp.int32, shape, key.ndim)
-
-
-def _few(*sizes: Any) -> bool:
-    """Whether so many comparisons are few. A symbolic number is not known to be. What vmap adds is not among the sizes."""
-    return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= _FEW
-
-
-def _places(keys: jax.Array, descending: bool = False) -> jax.Array:
-    """The place of each key in a stable sort along the last dimension."""
-    key, other = keys[..., :, None], keys[..., None, :]
-    less, no_more = (other > key, other >= key) if descending else (other < key, other <= key)
-    earlier = _earlier(less.shape)
-    # The choice is between integers: of booleans, XLA makes two kernels.
-    return jnp.where(earlier, no_more.astype(jnp.int32), less.astype(jnp.int32)).sum(-1, dtype=jnp.int32)
 
 
 def moe_dispatch(x: ArrayLike, experts: ArrayLike, num_experts: int) -> MoeDispatch:
@@ -331,39 +252,9 @@ def sorted_by_expert(x: jax.Array, experts: ArrayLike, num_experts: int) -> tupl
     known = (experts >= 0) & (experts < num_experts)
     key = jnp.where(known, experts, num_experts).astype(jnp.int32).reshape(-1)
     positions, sizes = counting_sort(key, num_experts)
-    order = _inverse(positions)
+    order = inverse(positions)
     sizes, order, positions = mesh.same_mesh_axes(sizes, order, positions.reshape(experts.shape))
     return sizes, order, positions
-
-
-def _inverse(positions: jax.Array) -> jax.Array:
-    """Of a permutation."""
-
-    def scattered(positions: jax.Array) -> jax.Array:
-        positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
-        return jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
-
-    def compared(positions: jax.Array) -> jax.Array:
-        positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
-        return jnp.where(positions[None] == counted[:, None], counted[None], 0).sum(1, dtype=jnp.int32)
-
-    return _of_few(compared, scattered)(positions) if _few(positions.size, positions.size) else scattered(positions)
-
-
-def _of_few(few: Callable[..., Any], many: Callable[..., Any]) -> Callable[..., Any]:
-    """`few`, but under vmap `many`: it may make them many."""
-    function = jax.custom_batching.custom_vmap(few)
-
-    @function.def_vmap
-    def batched(size: int, _: Any, x: jax.Array) -> tuple[Any, Any]:
-        out = jax.vmap(many)(x)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return function
-
-
-_BLOCK = 128  # keys that are compared with each other
-_BLOCKS = 64  # whose counts are added up one by one
 
 
 def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
@@ -377,60 +268,6 @@ def _numbers_of_experts(experts: ArrayLike) -> jax.Array:
     elif not integers.fits(found.dtype):
         found = jnp.where((found >= 0) & (found <= integers.INT32.max), found, -1)
     return jnp.asarray(found, jnp.int32)
-
-
-def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
-    """The place of each key in a stable sort, and how many keys each bucket has, both int32. Keys are at most `buckets`, and
-    those that are `buckets` are in none: they come last.
-
-    A key's place is the sum of: the keys in smaller buckets, those of its bucket in blocks before its own, and those in its
-    block before it. All are sums of comparisons, in a few passes, which take together what XLA's sort alone does. Of few keys,
-    each is compared with all others.
-    """
-    in_blocks = functools.partial(_sorted_in_blocks, buckets=buckets)
-    if not _few(keys.size, max(keys.size, buckets)):
-        return in_blocks(keys)
-
-    def compared(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _places(keys), (keys[None] == _numbers(buckets)[:, None]).sum(1, dtype=jnp.int32)
-
-    found: tuple[jax.Array, jax.Array] = _of_few(compared, in_blocks)(keys)
-    return found
-
-
-def _sorted_in_blocks(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
-    """`counting_sort` of many keys."""
-    blocks = -(-keys.size // _BLOCK)
-    inner = max(1, min(blocks, _BLOCKS))
-    padding = -keys.size % (inner * _BLOCK)
-    of_block = jnp.pad(keys, (0, padding), constant_values=buckets + 1).reshape(-1, inner, _BLOCK)  # which no key is
-    bucket = _numbers(buckets + 1)[None, None, :, None]
-    counts = (of_block[:, :, None, :] == bucket).sum(3, dtype=jnp.int32)  # [outer, blocks, buckets]
-    whole = counts.sum(1, dtype=jnp.int32)
-    sizes = whole.sum(0, dtype=jnp.int32)
-    smaller = _before(sizes, 0)[None]
-    before = _before(counts, 1) + (_before(whole, 0) + smaller)[:, None]  # the bucket's first place in the block
-    same = of_block[..., :, None] == of_block[..., None, :]
-    rank = (same & _earlier(same.shape)).sum(3, dtype=jnp.int32)
-    first = jnp.take_along_axis(before, of_block, axis=2, mode="clip")
-    return (first + rank).reshape(-1)[: keys.size], sizes[:-1]
-
-
-def _before(x: jax.Array, axis: int) -> jax.Array:
-    """The sums along an axis of what comes before each element, in one pass. A cumulative sum would be many small steps."""
-    x = jnp.moveaxis(x, axis, -1)
-    earlier = _earlier((*x.shape, x.shape[-1]))
-    return jnp.moveaxis(jnp.where(earlier, x[..., None, :], 0).sum(-1, dtype=jnp.int32), -1, axis)
-
-
-def _earlier(shape: tuple[int, ...]) -> jax.Array:
-    """Whether an element of the last dimension comes before that of the one before it."""
-    of, other = (lax.broadcasted_iota(jnp.int32, shape, len(shape) - i) for i in (2, 1))
-    return of > other
-
-
-def _numbers(size: int) -> jax.Array:
-    return jnp.arange(size, dtype=jnp.int32)
 
 
 def moe_combine(rows: ArrayLike, order: ArrayLike, positions: ArrayLike, *, out_dtype: DTypeLike | None = None) -> jax.Array:
