@@ -258,12 +258,7 @@ def _split(
     First the sums for which all operands are split already, which need no other copy; then what results want, then what
     operands have. An axis splits one dimension, and only one of which each device gets as much.
     """
-    lengths: dict[str, list[int]] = {}
-    for kind, of_kind in zip((rule.operands, rule.results), shapes, strict=True):
-        for dims, shape in zip(kind, of_kind, strict=True):
-            for name, length in zip(dims, shape, strict=True):
-                lengths.setdefault(name, []).append(length)
-    found: dict[str, Axes] = {}
+    lengths, found = _lengths(rule, shapes), dict[str, Axes]()
 
     def take(name: str, axes: Axes) -> None:
         if name in found or name in rule.whole or not axes:
@@ -300,6 +295,16 @@ def _split(
                 scattered[index][i] = extra
                 summed -= set(extra)
     return _Split(rule, found, tuple(scattered))
+
+
+def _lengths(rule: Rule, shapes: Sequence[Sequence[tuple[int, ...]]]) -> dict[str, list[int]]:
+    """Of each dimension, its length in each operand and result that has it."""
+    lengths: dict[str, list[int]] = {}
+    for kind, of_kind in zip((rule.operands, rule.results), shapes, strict=True):
+        for dims, shape in zip(kind, of_kind, strict=True):
+            for name, length in zip(dims, shape, strict=True):
+                lengths.setdefault(name, []).append(length)
+    return lengths
 
 
 def _spec(spec: PartitionSpec, rank: int) -> tuple[Axes, ...]:
@@ -417,7 +422,7 @@ def _custom(call: _Call, outputs: tuple[Any, ...]) -> Callable[..., list[jax.Arr
         nothing = [[((),) * len(shape) for shape in of] for of in shapes]
         own, made = ([x or y for x, y in zip(*of, strict=True)] for of in zip((found, wanted), nothing, strict=True))
         split = _split(rule, dict(over.shape), own, made, shapes)
-        _warn_of_copies(rule, found, split)
+        _warn_of_copies(split, dict(over.shape), found, _lengths(rule, shapes))
         takes, gives = ([NamedSharding(over, x) for x in of] for of in (split.operand_specs(), split.result_specs()))
         return over, functools.partial(call.part, split, True), gives, tuple(takes)
 
@@ -440,16 +445,37 @@ def _decoded(sharding: Any, over: Any, rank: int) -> tuple[Axes, ...] | None:
         return None
 
 
-def _warn_of_copies(rule: Rule, sharded: Sequence[tuple[Axes, ...] | None], split: _Split) -> None:
-    """Says once of an op that several devices compute the same, as its arrays are split in a way that it is not."""
-    used = {axis for axes in split.axes.values() for axis in axes}
+def _warn_of_copies(
+    split: _Split, sizes: dict[str, int], sharded: Sequence[tuple[Axes, ...] | None], lengths: dict[str, list[int]]
+) -> None:
+    """Says once of an op's operand that it is gathered along axes that split nothing of the call: devices compute the same.
+
+    Also of one that is split along a part of an axis, where only the operand may be gathered.
+    """
+    rule, used = split.rule, {axis for axes in split.axes.values() for axis in axes}
+
+    def say(number: int, how: str, alike: Sequence[str]) -> None:
+        if (said := f"{rule.name} {number} {sharded[number] is None} {alike}") in _said:
+            return
+        _said.add(said)
+        computed = f"all devices along {', '.join(alike)} compute the same" if alike else "the work is split nevertheless"
+        _log.warning(
+            "%s: operand %d of '%s' is split over %s: it is gathered, and %s. Shard it otherwise, or put jax.shard_map around "
+            "the op (%s)",
+            rule.name, number, rule.dimensions, how, computed, _HELP,
+        )  # fmt: skip
+
     for number, axes in enumerate(sharded):
-        idle = [None] if axes is None else [axis for one in axes for axis in one if axis not in used]
-        if idle and (said := f"{rule.name} {number} {idle}") not in _said:
-            _said.add(said)
-            _log.warning(
-                "%s: operand %d is split over %s along a dimension that the op (%s; in capitals what is not split) cannot be "
-                "split along as it is called: it is gathered, and all devices along that axis of the mesh compute the same. "
-                "Shard it otherwise, or put jax.shard_map around the op (%s)",
-                rule.name, number, ", ".join(axis or "a part of an axis" for axis in idle), rule.dimensions, _HELP,
-            )  # fmt: skip
+        if axes is None:
+            say(number, "a part of an axis of the mesh", [x for x, size in sizes.items() if size > 1 and x not in used])
+            continue
+        for name, one in zip(rule.operands[number], axes, strict=True):
+            if idle := [axis for axis in one if axis not in used]:
+                parts = math.prod(sizes[axis] for axis in one)
+                odd = next((length for length in lengths[name] if length % parts), None)
+                why = "where the sharding of another array goes first"
+                if name in rule.whole:
+                    why = "which the op does not split as it is called"
+                elif odd is not None:
+                    why = f"of which there are {odd}, no multiple of {parts} devices"
+                say(number, f"{', '.join(idle)} along {name}, {why}", idle)

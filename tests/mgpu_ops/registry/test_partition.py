@@ -273,15 +273,86 @@ def test_gradients_of_weights_are_waited_for_on_one_device_only() -> None:
     assert "optimization_barrier" in jax.jit(step).lower(A, B, G).as_text()
 
 
-def test_a_warning_names_what_is_gathered(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def grouped(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+    return mgpu_ops.grouped_matmul(rows, matrices, jnp.full(len(matrices), 8, jnp.int32))
+
+
+ROWS, MATRICES, SQUARE, WIDE = normal(0, 64, 32), normal(1, 8, 32, 48), normal(2, 4, 16), normal(3, 32, 48)
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays", "specs", "told", "share"),
+    [
+        (
+            mgpu_ops.rms_norm,
+            (ROWS, jnp.ones(32)),
+            (P(None, "model"), P()),
+            "rms_norm: operand 0 of 'rows WIDTH, WIDTH -> rows WIDTH' is split over model along WIDTH, which the op does not "
+            "split as it is called: it is gathered, and all devices along model compute the same",
+            1,
+        ),
+        (
+            grouped,
+            (ROWS, MATRICES),
+            (P(), P("data")),
+            "is split over data along GROUPS, which the op does not split as it is called: it is gathered, and all devices "
+            "along data compute the same",
+            1,
+        ),
+        (grouped, (ROWS, MATRICES), (P(), P("data", None, "model")), "all devices along data compute the same", 1 / 4),
+        (
+            lambda a, b: mgpu_ops.matmul(a[:62], b),
+            (ROWS, WIDE),
+            (P(("data", "model")), P()),
+            "is split over model along m, of which there are 62, no multiple of 8 devices: it is gathered, and all devices "
+            "along model compute the same",
+            1 / 2,
+        ),
+        (
+            lambda a, b, c: mgpu_ops.matmul(a, b, residual=c),
+            (ROWS, WIDE, normal(4, 64, 48)),
+            (P("data"), P(), P("model")),
+            "operand 2 of 'm k, k n, m n -> m n' is split over model along m, where the sharding of another array goes first: "
+            "it is gathered, and all devices along model compute the same",
+            1 / 2,
+        ),
+        (
+            lambda a, b: mgpu_ops.matmul(a.reshape(2, 32), b),
+            (SQUARE, WIDE),
+            (P("model"), P(None, ("model", "data"))),
+            "operand 0 of 'm k, k n -> m n' is split over a part of an axis of the mesh: it is gathered, and the work is split "
+            "nevertheless",
+            1 / 8,
+        ),
+        (
+            lambda a, b: mgpu_ops.matmul(a.reshape(2, 32), b),
+            (SQUARE, WIDE),
+            (P("model"), P(None, "model")),
+            "a part of an axis of the mesh: it is gathered, and all devices along data compute the same",
+            1 / 4,
+        ),
+    ],
+)
+def test_a_warning_says_what_is_gathered_and_which_devices_compute_the_same(
+    op: Callable[..., Any],
+    arrays: tuple[jax.Array, ...],
+    specs: tuple[P, ...],
+    told: str,
+    share: float,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """share: of the operations of one device's program, those that each of eight has."""
     monkeypatch.setattr(partition, "_said", set())
-    arrays = placed(mesh_of(), (normal(0, 16, 32), jnp.ones(32)), (P(None, "model"), P()))
+    operands = placed(mesh_of(), arrays, specs)
     with caplog.at_level(logging.WARNING, "mgpu_ops"):
-        assert copies(lambda x, w: mgpu_ops.rms_norm(x, w), arrays) == {"all-gather"}
-        said = [record.getMessage() for record in caplog.records if "all devices" in record.getMessage()]
+        assert copies(op, operands)
+    said = [text for record in caplog.records if "it is gathered" in (text := record.getMessage())]
     assert len(said) == 1
-    assert "rms_norm: operand 0 is split over model" in said[0]
+    assert told in said[0]
     assert "several-gpus" in said[0]
+    each, alone = (jax.jit(op).lower(*of).compile().cost_analysis()["flops"] for of in (operands, arrays))
+    assert each / alone == pytest.approx(share, rel=0.1)
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
