@@ -23,9 +23,11 @@ arXiv:2401.04088.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -840,16 +842,26 @@ def decoding() -> list[jax.Array]:
 
 
 def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
+    with contextlib.suppress(ValueError):
+        if 1 <= (number := int(text)) < 2**31:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to 2**31 - 1")
 
 
 def _numbers(text: str) -> list[int]:
-    return [_positive(number) for number in text.split(",") if number]
+    return [_positive(number) for number in _words(text)]
 
 
-_positive.__name__, _numbers.__name__ = "positive integer", "list of positive integers"  # in the errors of argparse
+def _words(text: str) -> list[str]:
+    """Those of "a, b", each once."""
+    return list(dict.fromkeys(word for part in text.split(",") if (word := part.strip())))
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, such as 5; 0: none")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -858,7 +870,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--backend", choices=every, default="mgpu_ops", help="int8, kv8 are of decoding (default: mgpu_ops)")
     parser.add_argument("--steps", type=_positive, default=60, help="of training")
     parser.add_argument("--bench", action="store_true", help="time steps of training and decoding, all backends in turn")
-    parser.add_argument("--backends", default=",".join(every), help="that are timed; the others are compared with the first")
+    parser.add_argument("--backends", type=_words, default=every, help="that are timed; the others are compared with the first")
     parser.add_argument("--model", choices=list(MODELS), default="llama3-8b", help="that is timed, with the sizes that follow")
     for name, what in (SIZES | {"layers": "of it", "vocabulary": "of it"}).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=_positive, help=f"{what} (default: the model's)")
@@ -867,7 +879,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batches", type=_numbers, default=[1, 16, 64], help="of decoding, e.g. 1,16,64; empty: none")
     parser.add_argument("--cache", type=_positive, default=4096, help="tokens of each sequence")
     parser.add_argument("--rounds", type=_positive, default=10, help="of all backends in turn")
-    parser.add_argument("--sustained", type=float, default=0.0, metavar="SECONDS", help="also let each run without pause")
+    parser.add_argument("--sustained", type=_seconds, default=0.0, metavar="SECONDS", help="also let each run without pause")
     kinds = "; ".join(f"{name}: {what}" for name, what in SHARDS.items())
     parser.add_argument("--shard", choices=SHARDS, help=f"time a step of training that devices share, where each has ({kinds})")
     parser.add_argument("--devices", type=_positive, help="that share a step (default: all)")
@@ -875,14 +887,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write the kernels of a step, and a layer's picture")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the times, on a GPU")
     args = parser.parse_args(arguments)
+    without_defaults = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args))))
+    given, of_training = {name for name, value in vars(without_defaults).items() if value is not None}, {"backend", "steps"}
+    wrong = sorted(given & of_training if args.bench else given - of_training)
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+    if options and args.bench:
+        parser.error(f"{options}: of training a small model: leave them out; --backends and --rounds say what is timed")
+    if options:
+        parser.error(f"{options}: of --bench alone: add it, or leave them out to train a small model")
     if args.bench:
         _bench(parser, args)
         return
-    without_defaults = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args))))
-    given = {name for name, value in vars(without_defaults).items() if value is not None}
-    if timed := sorted(given - {"backend", "steps", "bench"}):
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in timed)
-        parser.error(f"{options}: of --bench alone: add it, or leave them out to train a small model")
     params, losses = train(Model(), args.backend if args.backend in BACKENDS else "mgpu_ops", args.steps)
     for number, value in enumerate(losses, 1):
         print(f"step {number:3}  loss {value:.4f}")
@@ -894,9 +909,11 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
     if not args.tokens and not args.batches:
         parser.error("--tokens and --batches are both empty: there is nothing to time, name a number in one of them")
-    backends = args.backends.split(",")
-    if unknown := set(backends) - {*BACKENDS, *SERVING}:
-        parser.error(f"--backends {args.backends}: {', '.join(sorted(unknown))} is none of {', '.join(BACKENDS | SERVING)}")
+    backends, every = args.backends, BACKENDS | SERVING
+    if not backends:
+        parser.error(f"--backends is empty: name one or more of {', '.join(every)}")
+    if unknown := [name for name in backends if name not in every]:
+        parser.error(f"--backends {','.join(backends)}: {', '.join(unknown)} is none of {', '.join(every)}")
     for name in ("csv", "profile"):
         if getattr(args, name) is not None and gpus.current() is None:
             parser.error(f"--{name} {getattr(args, name)} is of a GPU, and none is in use: leave it out to see the times")
@@ -908,6 +925,8 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             f"--heads {model.heads} --kv-heads {model.kv_heads} --head-dim {model.head_dim}: heads are a multiple of kv-heads, "
             "and head-dim is even"
         )
+    if model.vocabulary < 2:
+        parser.error(f"--vocabulary {model.vocabulary}: each loss is 0 of a single word, take 2 or more")
     if model.experts and not 1 <= model.top_k <= model.experts:
         told = f"--top-k is {model.top_k}" if model.top_k else "there is no --top-k"
         parser.error(f"of {model.experts} experts each token has --top-k, from 1 to {model.experts}, and {told}")
@@ -919,9 +938,24 @@ def _bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     bench = Bench(args.rounds, args.sustained, args.profile, args.csv)
     for tokens in args.tokens:
         trained = [name for name in backends if name in BACKENDS] or ["mgpu_ops"]
-        bench_step(bench, model, trained, tokens, args.recompute, args.shard, mesh)
+        with _fitting(parser, f"a step of --tokens {tokens}: take fewer, --recompute"):
+            bench_step(bench, model, trained, tokens, args.recompute, args.shard, mesh)
     for batch in args.batches:
-        bench_decode(bench, model, [name for name in backends if name in SERVING] or ["mgpu_ops"], batch, args.cache)
+        served = [name for name in backends if name in SERVING] or ["mgpu_ops"]
+        with _fitting(parser, f"decoding with --batches {batch} --cache {args.cache}: take less of either"):
+            bench_decode(bench, model, served, batch, args.cache)
+
+
+@contextlib.contextmanager
+def _fitting(parser: argparse.ArgumentParser, what: str) -> Iterator[None]:
+    """Where memory does not hold what is timed, that is told in place of a traceback."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        device = "the GPU's" if gpus.current() else "this machine's"
+        parser.error(f"{device} memory does not hold {what}, fewer --layers, or a smaller model such as --model small")
 
 
 def _mesh(parser: argparse.ArgumentParser, model: Model, args: argparse.Namespace) -> Mesh | None:
@@ -932,6 +966,8 @@ def _mesh(parser: argparse.ArgumentParser, model: Model, args: argparse.Namespac
         if args.devices is not None:
             parser.error(f"--devices {args.devices} share a step as --shard says: add --shard {' or '.join(SHARDS)}")
         return None
+    if not args.tokens:
+        parser.error(f"--shard {args.shard} is of steps of training, and --tokens is empty: name a number there")
     devices = args.devices or jax.local_device_count()
     if devices > jax.local_device_count():
         parser.error(f"--devices {devices} is more than the {jax.local_device_count()} that there are")

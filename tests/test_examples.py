@@ -279,8 +279,16 @@ def test_a_step_is_not_shared_by_devices_that_do_not_divide_its_parameters(capsy
         (["--backends", "xla,cublas"], "cublas is none of xla, mgpu_ops, fp8, fp8_delayed, int8, kv8, int8_kv8"),
         (["--csv", "rows.csv"], "--csv rows.csv is of a GPU, and none is in use"),
         (["--profile", "folder"], "--profile folder is of a GPU, and none is in use"),
-        (["--tokens", "0"], "argument --tokens: invalid list of positive integers value: '0'"),
-        (["--layers", "-1"], "argument --layers: invalid positive integer value: '-1'"),
+        (["--backends", " , "], "--backends is empty: name one or more of xla, mgpu_ops, fp8"),
+        (["--tokens", "0"], "argument --tokens: '0' is no whole number from 1 to 2**31 - 1"),
+        (["--batches", "1, four"], "argument --batches: 'four' is no whole number from 1 to 2**31 - 1"),
+        (["--cache", "2147483648"], "argument --cache: '2147483648' is no whole number from 1 to 2**31 - 1"),
+        (["--layers", "-1"], "argument --layers: '-1' is no whole number from 1 to 2**31 - 1"),
+        (["--sustained", "-1"], "argument --sustained: '-1' is no number of seconds, such as 5; 0: none"),
+        (["--sustained", "nan"], "argument --sustained: 'nan' is no number of seconds"),
+        (["--vocabulary", "1"], "--vocabulary 1: each loss is 0 of a single word, take 2 or more"),
+        (["--backend", "fp8", "--steps", "3"], "--backend, --steps: of training a small model: leave them out"),
+        (["--shard", "data", "--tokens", ""], "--shard data is of steps of training, and --tokens is empty"),
         (["--devices", "2"], "--devices 2 share a step as --shard says: add --shard data or fsdp"),
         (["--shard", "data", "--devices", "99"], "--devices 99 is more than the"),
         (["--tokens", "", "--batches", ""], "--tokens and --batches are both empty: there is nothing to time"),
@@ -294,6 +302,23 @@ def test_a_step_is_not_shared_by_devices_that_do_not_divide_its_parameters(capsy
 def test_a_benchmark_of_steps_says_what_it_cannot_do(arguments, told, capsys):
     with pytest.raises(SystemExit):
         llama.main(["--bench", *arguments])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batches", "function", "told"),
+    [
+        ("8", "", "bench_step", "memory does not hold a step of --tokens 8: take fewer, --recompute, fewer --layers, or a"),
+        ("", "2", "bench_decode", "memory does not hold decoding with --batches 2 --cache 4096: take less of either, fewer"),
+    ],
+)
+def test_a_benchmark_of_steps_says_what_memory_does_not_hold(tokens, batches, function, told, capsys, monkeypatch):
+    def without_memory(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 102529171456 bytes.")
+
+    monkeypatch.setattr(llama, function, without_memory)
+    with pytest.raises(SystemExit):
+        llama.main(["--bench", "--tokens", tokens, "--batches", batches])
     assert told in capsys.readouterr().err
 
 

@@ -82,7 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
     import mgpu_ops
     from mgpu_ops.tuning.bench import layers, results, runner
 
-    spec = layers.SPEC if arguments.op == layers.SPEC.name else mgpu_ops.spec_of(arguments.op)
+    specs = mgpu_ops.SPECS | {layers.SPEC.name: layers.SPEC}
+    if arguments.op not in specs:
+        raise UsageError(f"op {arguments.op!r} is not one of {', '.join(specs)}")
+    spec = specs[arguments.op]
     problems = problems_of(spec, arguments)
     here = _hopper_here()
     between_gpus = any(spec.devices(problem) > 1 for problem in problems.values())

@@ -20,14 +20,16 @@ Problems = dict[str, "Problem"]  # by name
 
 
 def problems_of(spec: OpSpec, arguments: argparse.Namespace) -> Problems:
-    """The problems of one op that the arguments ask for: by fields, --shape, --suite or --bytes."""
+    """The problems of one op that the arguments ask for: by --shape, --suite or --bytes, or by fields that have options."""
     given = _fields_of(spec, arguments)
     needed = [f.name for f in dataclasses.fields(spec.Problem) if f.default is dataclasses.MISSING]
     suite, tokens = getattr(arguments, "suite", None), getattr(arguments, "tokens", None)
     if getattr(arguments, "bytes", None):
         return _payloads(spec, arguments, given)
-    if sum(map(bool, (given, arguments.shape, suite))) != 1:
-        raise UsageError(f"name the problem in one way: {flags(needed)}, or --shape NAME, or --suite NAME")
+    by_fields = FIELDS.keys() >= set(needed)
+    if sum(map(bool, (given, arguments.shape, suite))) != 1 or (given and not by_fields):
+        ways = [flags(needed)] * by_fields + ["--shape NAME", "--suite NAME"]
+        raise UsageError(f"name the problem in one way: {', or '.join(ways)}")
     if tokens and suite not in MODELS:
         raise UsageError(f"--tokens is for --suite with a model ({', '.join(MODELS)}), not for {suite or 'one problem'}")
     if suite:
