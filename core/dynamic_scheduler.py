@@ -20,13 +20,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from mgpu_ops.core import tile_scheduler
+from mgpu_ops.core import group_scheduler
 from mgpu_ops.core.gemm import SLOTS
+from mgpu_ops.core.group_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.core.interpreter import interpreting
 from mgpu_ops.core.limits import WARPGROUP
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.registers import i32
-from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 
 
 def scratch_types(consumers: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class DynamicScheduler:
         carry: Any,
         asks: bool,
     ) -> tuple[jax.Array, Any]:
-        """`tile_scheduler.for_each_group_tile` for the tiles of this block.
+        """`group_scheduler.for_each_group_tile` for the tiles of this block.
 
         Every warpgroup of the block calls it, one of them, which does not count as a consumer, with `asks`.
         """
@@ -75,7 +75,7 @@ class DynamicScheduler:
 
         start = carry, jnp.int32(0)
         scheduler = _Answers(self, asks)
-        end, (carry, answers) = tile_scheduler.for_each_group_tile(groups, tiles, scheduler, counted, start)
+        end, (carry, answers) = group_scheduler.for_each_group_tile(groups, tiles, scheduler, counted, start)
         if asks:
             self.answers.drain(answers)
         return end, carry
@@ -129,7 +129,7 @@ class DynamicScheduler:
 
 @dataclasses.dataclass(frozen=True)
 class _Answers:
-    """The `tile_scheduler.Scheduler` of a warpgroup: it waits for the producer's question, whose number the carry has."""
+    """The `group_scheduler.Scheduler` of a warpgroup: it waits for the producer's question, whose number the carry has."""
 
     of: DynamicScheduler
     asks: bool

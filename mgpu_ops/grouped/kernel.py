@@ -21,14 +21,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import dynamic_scheduler, engine, inflight, tile_scheduler
+from mgpu_ops.core import dynamic_scheduler, engine, group_scheduler, inflight, tile_scheduler
 from mgpu_ops.core.dynamic_scheduler import DynamicScheduler
 from mgpu_ops.core.epilogue import Copy, deferred_stores, epilogue_origins, store_in_turn
 from mgpu_ops.core.gemm import ROWS, SLOTS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.group_scheduler import Groups, GroupTile, OrderedGroups, StaticScheduler
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import store_rows, wait_gathered
-from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups, StaticScheduler
 from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, is_dynamic, panel, short, storage
 from mgpu_ops.grouped.problem import GroupedProblem, MixedProblem, dtype_of_rhs
 
@@ -211,7 +211,7 @@ def run_block(kernel: Stages, gpu: Gpu) -> None:
         block, groups = lax.axis_index("block"), kernel.groups()
         if refs.counter is None:
             static = StaticScheduler(block, kernel.blocks)
-            return tile_scheduler.for_each_group_tile(groups, kernel.tiles, static, body, carry)
+            return group_scheduler.for_each_group_tile(groups, kernel.tiles, static, body, carry)
         answers = Pipeline(SLOTS, *refs.answered)
         dynamic = DynamicScheduler(block, kernel.blocks, refs.counter.at[0], refs.work_smem, answers, kernel.most_tiles)
         return dynamic.for_each_group_tile(groups, kernel.tiles, body, carry, asks)

@@ -81,7 +81,7 @@ def split(sizes: jax.Array, rows: int, group_offset: bool) -> tuple[jax.Array, j
 def largest_first(sizes: jax.Array, rows: int, group_offset: bool) -> jax.Array:
     """The number, first row and size of each group, the largest first, then three zeros: int32 [3 groups + 3].
 
-    It is the table of `tile_scheduler.OrderedGroups`. sizes: of any values, or with a `group_offset` what `of_shard` gives. Of
+    It is the table of `group_scheduler.OrderedGroups`. sizes: of any values, or with a `group_offset` what `of_shard` gives. Of
     equal groups the first is first. It compares every group with every other: two small kernels of XLA's, of which sorting
     takes five.
     """

@@ -19,13 +19,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mgpu_ops.core import engine, tile_scheduler
+from mgpu_ops.core import engine, group_scheduler, tile_scheduler
 from mgpu_ops.core.gemm import ROWS
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.group_scheduler import Groups, GroupTile, StaticScheduler
 from mgpu_ops.core.limits import consumer_registers
 from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import rows_view, store_rows
-from mgpu_ops.core.tile_scheduler import Groups, GroupTile, StaticScheduler
 from mgpu_ops.grouped.kernel import zeros_to
 from mgpu_ops.matmul.quantized.kernel import Block, Tile, scratch
 from mgpu_ops.matmul.quantized.problem import Config, epilogue_rows, helper_registers, k_steps, storing_warpgroups
@@ -78,7 +78,7 @@ class _Block(Block):
 
         groups = Groups(self.sizes, p.m, p.group_offset)
         tiles = lambda size: tile_scheduler.cdiv(size, c.tile_m) * columns  # noqa: E731
-        return tile_scheduler.for_each_group_tile(
+        return group_scheduler.for_each_group_tile(
             groups, tiles, StaticScheduler(lax.axis_index("block"), self.blocks), at, carry
         )
 

@@ -1,4 +1,4 @@
-"""Tile orders: every tile is visited once, by the block that it belongs to, in strips or group after group."""
+"""Tile orders: every tile is visited once, by the block that it belongs to, in strips or by cost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_ops.core import gpu, tile_scheduler
-from mgpu_ops.core.tile_scheduler import Groups, OrderedGroups, Rounds, StaticScheduler
+from mgpu_ops.core.tile_scheduler import Rounds
 from tests.thorough import examples
 
 
@@ -267,8 +267,6 @@ def test_a_turn_beyond_the_last_reads_inside_the_table():
 
 # --- strips, and tiles of groups
 
-INT32 = st.integers(-(2**31), 2**31 - 1)
-
 
 @given(st.integers(0, 2**30), st.integers(1, 300))
 def test_cdiv_rounds_up(x, y):
@@ -301,89 +299,3 @@ def test_strips_are_walked_one_after_the_other_column_by_column(rows, columns):
             for row in range(first, min(first + width, rows))
         ]
         assert strip_walk(rows, columns, width) == wanted
-
-
-TILE_ROWS, ACROSS, LIMIT = 16, 3, 200  # rows and columns of tiles; more tiles than any example below has
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def visits(sizes: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each block: the tiles it visits, how many, and where it says that the last group ends."""
-
-    def tiles(size: jax.Array) -> jax.Array:
-        return tile_scheduler.cdiv(size, TILE_ROWS) * ACROSS
-
-    def visit(tile: tile_scheduler.GroupTile, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        seen, count = carry
-        return seen.at[count].set(jnp.stack([tile.group, tile.start, tile.end, tile.number])), count + 1
-
-    def walk(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
-        end, (seen, count) = tile_scheduler.for_each_group_tile(
-            Groups(sizes, rows), tiles, StaticScheduler(block, blocks), visit, start
-        )
-        return seen, count, end
-
-    return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))
-
-
-def group_tiles(sizes: list[int], rows: int) -> tuple[list[tuple[int, int, int, int]], int]:
-    """(group, start, end, number) of all tiles in order, and where the last group ends."""
-    found, end = [], 0
-    for group, size in enumerate(sizes):
-        start, end = end, min(rows, end + max(size, 0))
-        found += [(group, start, end, number) for number in range(-(-(end - start) // TILE_ROWS) * ACROSS)]
-    return found, end
-
-
-def assert_blocks_share_out_the_tiles(sizes: list[int], rows: int, blocks: int) -> None:
-    seen, counts, ends = visits(np.array(sizes, np.int32), rows, blocks)
-    wanted, end = group_tiles(sizes, rows)
-    assert ends.tolist() == [end] * blocks
-    for block in range(blocks):
-        assert [tuple(tile) for tile in seen[block, : counts[block]].tolist()] == wanted[block::blocks]
-
-
-@given(
-    st.sampled_from([7, 21]).flatmap(  # of many, sizes are read eight at a time
-        lambda count: st.lists(INT32 | st.integers(-2, 120) | st.sampled_from([0, 1, 16, 17]), min_size=count, max_size=count)
-    ),
-    st.sampled_from([(0, 1), (1, 3), (300, 1), (300, 4), (300, 64)]),
-)
-def test_blocks_take_the_tiles_of_all_groups_in_turn_whatever_the_sizes_are(sizes, rows_and_blocks):
-    assert_blocks_share_out_the_tiles(sizes, *rows_and_blocks)
-
-
-@pytest.mark.parametrize("blocks", [1, 5])
-def test_blocks_take_the_tiles_of_one_group_and_of_256_in_turn(blocks):
-    assert_blocks_share_out_the_tiles([300], 300, blocks)
-    sizes = np.random.default_rng(0).multinomial(60, np.ones(256) / 256)
-    assert_blocks_share_out_the_tiles(sizes.tolist(), 64, blocks)
-
-
-@given(st.lists(st.integers(0, 60), min_size=5, max_size=5), st.permutations(range(5)), st.sampled_from([1, 3]))
-def test_groups_in_an_order_of_their_own_have_the_same_tiles(sizes, order, blocks):
-    wanted, _ = group_tiles(sizes, 300)
-    starts = np.cumsum([0, *sizes[:-1]])
-    table = np.array([[group, starts[group], sizes[group]] for group in order] + [[0, 0, 0]], np.int32).reshape(-1)
-    in_order = [tile for group in order for tile in wanted if tile[0] == group]
-    seen, counts = ordered_visits(table, blocks)
-    for block in range(blocks):
-        assert [tuple(tile) for tile in seen[block, : counts[block]].tolist()] == in_order[block::blocks]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def ordered_visits(table: jax.Array, blocks: int) -> tuple[jax.Array, jax.Array]:
-    """For each block: the tiles it visits, and how many."""
-
-    def visit(tile: tile_scheduler.GroupTile, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        seen, count = carry
-        return seen.at[count].set(jnp.stack([tile.group, tile.start, tile.end, tile.number])), count + 1
-
-    def walk(block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
-        groups = OrderedGroups(table, table.shape[0] // 3 - 1)
-        tiles = lambda size: tile_scheduler.cdiv(size, TILE_ROWS) * ACROSS  # noqa: E731
-        return tile_scheduler.for_each_group_tile(groups, tiles, StaticScheduler(block, blocks), visit, start)[1]
-
-    return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))

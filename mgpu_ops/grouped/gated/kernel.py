@@ -22,9 +22,9 @@ from mgpu_ops.core.epilogue import epilogue_origins
 from mgpu_ops.core.gated import store_gated, store_gated_and_kept, store_gated_gradients
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.group_scheduler import GroupTile
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows
 from mgpu_ops.core.scaled import Sums
-from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import Config, panel
 from mgpu_ops.grouped.gated.problem import Problem, accumulators, gradient_buffers, of_one, results, sums_of_one

@@ -29,8 +29,8 @@ from mgpu_ops.core.activations import with_derivative
 from mgpu_ops.core.epilogue import Copy, along, store_in_turn
 from mgpu_ops.core.gemm import ROWS, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.group_scheduler import GroupTile
 from mgpu_ops.core.rows import load_rows, rows_view, store_rows, store_scattered
-from mgpu_ops.core.tile_scheduler import GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import PANEL, Config
 from mgpu_ops.grouped.grouped_matmul.kernel import GroupedStages, most_tiles

@@ -28,9 +28,9 @@ from mgpu_ops.core.epilogue import along, deferred_stores, epilogue_origins, sto
 from mgpu_ops.core.fp8 import BLOCK, SCALES_IN_LINE
 from mgpu_ops.core.gemm import ROWS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.group_scheduler import Groups, GroupTile
 from mgpu_ops.core.rows import load_gathered, load_rows, row_places, rows_view, store_rows
 from mgpu_ops.core.scaled import Sums, add_scaled
-from mgpu_ops.core.tile_scheduler import Groups, GroupTile
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import Config, defers, panel, short
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name, residual_barriers
@@ -67,7 +67,8 @@ class GroupedStages:
 
     def groups(self) -> Groups:
         """In their own order: all tiles take equally long."""
-        return Groups(self.refs.sizes, self.rows, self.problem.group_offset)
+        full = self.refs.bias is not None and defers(self.config)  # registers: of a tile that is held, its sums, a bias
+        return Groups(self.refs.sizes, self.rows, self.problem.group_offset, by_warp=not full)
 
     def tiles(self, size: jax.Array) -> jax.Array:
         p, c = self.problem, self.config

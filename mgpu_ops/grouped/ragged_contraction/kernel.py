@@ -26,8 +26,8 @@ from mgpu_ops.core import engine, tile_scheduler, tma
 from mgpu_ops.core.epilogue import Copy, store_tile
 from mgpu_ops.core.gemm import warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
+from mgpu_ops.core.group_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.core.rows import load_rows, rows_view
-from mgpu_ops.core.tile_scheduler import Groups, GroupTile, OrderedGroups
 from mgpu_ops.grouped import kernel
 from mgpu_ops.grouped.config import PANEL, Config, is_dynamic
 from mgpu_ops.grouped.kernel import Refs
