@@ -188,8 +188,9 @@ def for_each_group_tile(
     Returns the row where the last group of the order ends, and the carry. Every warpgroup reads each size once or twice.
     """
     zero = jnp.int32(0)
-    by_warp = isinstance(groups, Groups) and groups.by_warp and groups.count >= _FEWEST
-    shares = groups.shares(tiles) if by_warp else None
+    shares = None
+    if isinstance(groups, Groups) and groups.by_warp and groups.count >= _FEWEST:
+        shares = groups.shares(tiles)
 
     def find(tile: jax.Array, state: Any) -> Any:
         def before(s: Any) -> Any:
