@@ -87,7 +87,7 @@ class RotaryCall:
     ) -> tuple[RotaryCall, list[jax.Array]]:
         """The call with the norms of q and k, and their weights as float32; itself and none without. See `checked_norms`."""
         weights, number = checked_norms(op, head_dim, q_norm, k_norm, epsilon)
-        return (dataclasses.replace(self, epsilon=number) if weights else self), weights
+        return (dataclasses.replace(self, epsilon=number) if weights else self), [w.astype(np.float32) for w in weights]
 
     def backward(self) -> RotaryCall:
         """The call of the gradient."""
@@ -118,7 +118,7 @@ class RotaryCall:
 def checked_norms(
     op: str, head_dim: int, q_norm: ArrayLike | None, k_norm: ArrayLike | None, epsilon: float
 ) -> tuple[list[jax.Array], float]:
-    """The weights of the norms of q and k as float32, none without norms; and epsilon.
+    """The weights of the norms of q and k, none without norms; and epsilon.
 
     Raises for one weight alone, for weights that do not fit a head, and for what is no epsilon, without weights too.
     """
@@ -133,7 +133,7 @@ def checked_norms(
     for name, weight in weights.items():
         if weight.shape != (head_dim,):
             raise ValueError(f"{name} has shape {weight.shape}: it is a weight of each number of a head, [{head_dim}]")
-    return [weight.astype(np.float32) for weight in weights.values()], number
+    return list(weights.values()), number
 
 
 def rotary_qkv(

@@ -31,6 +31,8 @@ from mgpu_ops.rotary.problem import HEAD_DIMS
 
 _THREADS = 128  # of a warpgroup, each of which rotates as many pairs
 _BOX = 256  # a TMA copy's largest side
+_ALIGNED = 128  # bytes: where a TMA copy begins in shared memory
+_READ = {"bfloat16", "float16", "float32"}  # dtypes of weights that the kernel reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,7 @@ def rotary_into_cache(
     where = integers.clipped(where, tokens * (tables[0].shape[1] if tables else 1) - 1).reshape(-1)
     norm = checked_norm("rotary_into_cache", batch, rms_rows, rms_epsilon)
     weights, number = checked_norms("rotary_into_cache", head_dim, q_norm, k_norm, epsilon)
-    of_heads = [*weights, jnp.full((1,), number, np.float32)] if weights else []
+    of_heads = [*_as_the_kernel_reads(weights), jnp.full((1,), number, np.float32)] if weights else []
     scales: Sequence[jax.Array] = ()
     if k.dtype == rows.dtype:
         kv_cache.without_scales(k.dtype, k_scale, v_scale)
@@ -150,6 +152,14 @@ def rotary_into_cache(
     arrays = mesh.same_mesh_axes(rows, *angles, k, v, where, *tables, *norm, *of_heads, *scales)
     q, k, v = _rotated(call, *arrays)
     return q, k, v
+
+
+def _as_the_kernel_reads(weights: Sequence[jax.Array]) -> list[jax.Array]:
+    """Weights of both norms in one dtype: their own, where TMA can bring halves of them, as XLA takes a kernel to cast each."""
+    dtypes = {weight.dtype.name for weight in weights}
+    if len(dtypes) == 1 and dtypes <= _READ and weights[0].size // 2 * weights[0].dtype.itemsize % _ALIGNED == 0:
+        return list(weights)
+    return [weight.astype(np.float32) for weight in weights]
 
 
 def _checked_pages(table: Any, batch: int, pages: int) -> jax.Array:
@@ -291,6 +301,7 @@ def reference(arrays: Arrays) -> tuple[jax.Array, ...]:
     rows = qkv.reshape(batch, -1, head_dim)
     heads, normalised = rows.shape[1] - 2 * kv_heads, bool(of_heads)
     problem = Problem(batch, cos.shape[0], heads, kv_heads, head_dim, dtype.name, normalised=normalised)
+    of_heads = [x.astype(np.float32) for x in of_heads]
     q, *new = (x[:, None].astype(dtype) for x in rotary_reference(problem, rows, cos, sin, *of_heads))
     if scales:
         new = [with_scale(x, scale[:, None, :, None], k.dtype) for x, scale in zip(new, scales, strict=True)]

@@ -91,7 +91,7 @@ def launch(arrays: Arrays, *, interpret: bool = False) -> tuple[jax.Array, ...]:
             "halves": tuple(plgpu.SMEM((kv_heads, half), qkv.dtype) for _ in range(2)),
             "turns": plgpu.SMEM((2, kv_heads, half), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=3 + (2 * AT_ONCE if norms else 0)),
-            **({"weights": plgpu.SMEM((2, AT_ONCE, half), jnp.float32)} if norms else {}),
+            **({"weights": plgpu.SMEM((2, AT_ONCE, half), norms[0].dtype)} if norms else {}),
             **({"narrowed": tuple(plgpu.SMEM((kv_heads, half), k.dtype) for _ in range(2))} if scales else {}),
         },
     )(qkv.reshape(batch, heads + 2 * kv_heads, 2, half), angles, positions, *caches, *of_rows, *norms, *flat, *tables)

@@ -397,15 +397,16 @@ def test_with_norms_of_heads_a_kernel_runs(caplog, monkeypatch):
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 @pytest.mark.parametrize(
-    ("kv_heads", "head_dim", "width"),
+    ("kv_heads", "head_dim", "width", "weights"),
     [
-        (8, 128, 4096),
-        *(pytest.param(*sizes, marks=thorough.only_in_all) for sizes in ((8, 64, 0), (4, 256, 0), (44, 256, 4096))),
+        (8, 128, 4096, F32),
+        (8, 128, 4096, BF16),
+        *(pytest.param(*sizes, F32, marks=thorough.only_in_all) for sizes in ((8, 64, 0), (4, 256, 0), (44, 256, 4096))),
     ],
 )
-def test_the_kernel_with_norms_spills_nothing_and_takes_weights_as_they_are(kv_heads, head_dim, width):
+def test_the_kernel_with_norms_spills_nothing_and_takes_weights_as_they_are(kv_heads, head_dim, width, weights):
     shapes = jax.eval_shape(functools.partial(arrays, 16, 512, 2 * kv_heads, kv_heads, head_dim))
-    weight, rows = jax.ShapeDtypeStruct((head_dim,), F32), [jax.ShapeDtypeStruct((16, width), BF16)] if width else []
+    weight, rows = jax.ShapeDtypeStruct((head_dim,), weights), [jax.ShapeDtypeStruct((16, width), BF16)] if width else []
 
     def step(*xs: Any) -> Any:
         *xs, q_norm, k_norm = xs
