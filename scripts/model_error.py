@@ -57,6 +57,9 @@ GROUPED = {
     "suite anywhere": "2026-11-22-h200-grouped_matmul-anywhere.jsonl",
     "drawn, cold": "2026-11-30-h200-grouped-drawn.jsonl.gz",
     "8 bits, cold": "2026-11-30-h200-grouped-8-bits.jsonl.gz",
+    "few rows, cold": "2026-11-30-h200-grouped-few-rows-configs.jsonl.gz",
+    "few rows, drawn first, cold": "2026-11-30-h200-grouped-few-rows-defaults.jsonl",
+    "few rows, drawn, cold": "2026-11-30-h200-grouped-few-rows-drawn.jsonl",
 }
 SHORT_TILES = "2026-11-28-h200-grouped_matmul-short-tiles.jsonl.gz"
 RESIDUALS = "2026-11-29-h200-matmul-residual-drawn.jsonl.gz"

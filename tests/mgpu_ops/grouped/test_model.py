@@ -23,9 +23,17 @@ RESULTS = Path(__file__).parents[3] / "results"
 SPEC = mgpu_ops.spec_of("grouped_matmul")
 
 
-def drawn() -> list[dict[str, Any]]:
-    with gzip.open(RESULTS / "2026-11-30-h200-grouped-drawn.jsonl.gz", "rt") as lines:
+def recorded(name: str) -> list[dict[str, Any]]:
+    path = RESULTS / name
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         return [of for of in map(json.loads, lines) if "problem" in of]
+
+
+def modelled(of: dict[str, Any]) -> dict[str, float]:
+    """The modelled seconds of a recorded problem's configs."""
+    spec = mgpu_ops.spec_of(of["op"])
+    problem = spec.Problem(**of["problem"])
+    return {name: spec.cost(problem, spec.Config(**fields), H200) for name, fields in of["configs"].items()}
 
 
 @pytest.mark.parametrize(
@@ -34,14 +42,33 @@ def drawn() -> list[dict[str, Any]]:
 )
 def test_what_the_model_prefers_of_two_defaults_is_faster_in_the_mean(op: str, gain: float, least: float) -> None:
     """Of drawn problems whose default another model of time changed (docs/kernels/grouped_matmul.md)."""
-    spec, gains = mgpu_ops.spec_of(op), []
-    for of in (of for of in drawn() if of["op"] == op):
-        problem = spec.Problem(**of["problem"])
-        cost = {name: spec.cost(problem, spec.Config(**fields), H200) for name, fields in of["configs"].items()}
+    gains = []
+    for of in (of for of in recorded("2026-11-30-h200-grouped-drawn.jsonl.gz") if of["op"] == op):
+        cost = modelled(of)
         gains.append(of["us"]["old"] / of["us"][min(cost, key=cost.__getitem__)])
     assert len(gains) >= 20
     assert math.prod(gains) ** (1 / len(gains)) > gain
     assert min(gains) > least
+
+
+def test_what_the_model_prefers_for_few_rows_a_group_is_nearly_the_fastest_of_what_was_measured() -> None:
+    """Of problems that the model was fitted to, and of others drawn by another seed."""
+    for name, mean, worst in (("configs.jsonl.gz", 1.025, 1.13), ("drawn.jsonl", 1.006, 1.04)):
+        times = []
+        for of in recorded(f"2026-11-30-h200-grouped-few-rows-{name}"):
+            cost = modelled(of)
+            times.append(of["us"][min(cost, key=cost.__getitem__)] / min(of["us"].values()))
+        assert len(times) >= 30
+        assert math.prod(times) ** (1 / len(times)) < mean
+        assert max(times) < worst
+
+
+@pytest.mark.parametrize("spread", ["even", "random", "sparse"])
+@pytest.mark.parametrize(("rows", "groups"), [(8, 128), (128, 128), (32, 128), (16, 8), (512, 64)])
+def test_groups_that_have_rows_are_as_many_as_when_sizes_are_drawn(rows: int, groups: int, spread: str) -> None:
+    drawn = [np.count_nonzero(draw_sizes(spread, rows, groups, jax.random.key(seed))) for seed in range(12)]
+    problem = mgpu_ops.GroupedMatmulProblem(rows, 256, 256, groups, spread=spread)
+    assert model._expected(problem) == pytest.approx(np.mean(drawn), rel=0.08)
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(4787, 128), (74, 128), (185, 7), (65536, 16), (5, 3), (1, 64)])
