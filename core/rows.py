@@ -336,13 +336,13 @@ def store_scattered(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
 
 
 def load_scattered(src: Any, offsets: jax.Array) -> jax.Array:
-    """src[offsets[i]] in global memory for each of a warpgroup's 64 rows i: float32 [64] in wgmma's layout.
+    """src[offsets[i]] in global memory for each row i of a warpgroup's tile: float32 [rows] in wgmma's layout.
 
-    src: float32 of rank 1. offsets: int32 [64] in that layout.
+    src: float32 of rank 1. offsets: int32 [rows] in that layout.
     """
     if interpreting():
-        rows = jnp.zeros((64,), jnp.float32)
-        return lax.fori_loop(0, 64, lambda i, rows: rows.at[i].set(src[offsets[i]]), rows)
+        rows = jnp.zeros(offsets.shape, jnp.float32)
+        return lax.fori_loop(0, rows.size, lambda i, rows: rows.at[i].set(src[offsets[i]]), rows)
     return _load_compiled(src, offsets)
 
 
@@ -437,7 +437,7 @@ def _store_compiled(values: jax.Array, dst: Any, offsets: jax.Array) -> None:
 def _load_compiled(src: Any, offsets: jax.Array) -> jax.Array:
     """`load_scattered`, compiled."""
     per_row = plgpu.Layout.WGMMA.reduce(1)
-    result = plgpu.ShapeDtypeStruct((64,), jnp.dtype(jnp.float32), layout=per_row)
+    result = plgpu.ShapeDtypeStruct(offsets.shape, jnp.dtype(jnp.float32), layout=per_row)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), per_row), return_type=result)
     def load(_: Any, src: Any, offsets: Any) -> Any:

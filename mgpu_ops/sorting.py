@@ -37,7 +37,7 @@ def best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.A
         # As integers, floats have the same order, and there is one left that is less than all: for those that were found.
         bits = lax.bitcast_convert_type(logits, jnp.int32)
         key = jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
-        if _few(*key.shape, key.shape[-1]):
+        if are_few(*key.shape, key.shape[-1]):
             # One kernel for the places, and one for both results.
             place, number = _places_and_numbers(key, top_k)
             is_best = _places_of_best(key, top_k)[..., None, :] == place
@@ -68,7 +68,7 @@ def _places_of_best(key: jax.Array, top_k: int) -> jax.Array:
 
     @places.def_vmap
     def batched(size: int, _: Any, keys: jax.Array) -> tuple[jax.Array, bool]:
-        if _few(*keys.shape, keys.shape[-1]):
+        if are_few(*keys.shape, keys.shape[-1]):
             return _places_of_best(keys, top_k), True
         place, number = _places_and_numbers(keys, top_k)
         is_best = _one_by_one(keys, top_k)[..., None] == number
@@ -84,7 +84,7 @@ def _places_and_numbers(key: jax.Array, top_k: int) -> tuple[jax.Array, jax.Arra
     return lax.broadcasted_iota(jnp.int32, shape, key.ndim - 1), lax.broadcasted_iota(jnp.int32, shape, key.ndim)
 
 
-def _few(*sizes: Any) -> bool:
+def are_few(*sizes: Any) -> bool:
     """Whether so many comparisons are few. A symbolic number is not known to be. What vmap adds is not among the sizes."""
     return all(isinstance(size, int) for size in sizes) and math.prod(sizes) <= _FEW
 
@@ -107,7 +107,7 @@ def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
     each is compared with all others.
     """
     in_blocks = functools.partial(_sorted_in_blocks, buckets=buckets)
-    if not _few(keys.size, max(keys.size, buckets)):
+    if not are_few(keys.size, max(keys.size, buckets)):
         return in_blocks(keys)
 
     def compared(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -152,18 +152,28 @@ def _numbers(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
+def in_places(positions: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Each array with its i-th element at positions[i], a permutation of 0 to its size - 1. Of few, by one kernel of XLA's."""
+
+    def scattered(positions: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        at = (jnp.zeros_like(x).at[positions] for x in arrays)
+        return tuple(x.set(y, unique_indices=True, mode="promise_in_bounds") for x, y in zip(at, arrays, strict=True))
+
+    def compared(positions: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        positions, counted, *given = mesh.same_mesh_axes(positions, _numbers(positions.size), *arrays)
+        here = positions[None] == counted[:, None]
+        return tuple(jnp.where(here, x[None], jnp.zeros((), x.dtype)).sum(1, dtype=x.dtype) for x in given)
+
+    if not are_few(positions.size, positions.size):
+        return scattered(positions, *arrays)
+    found: tuple[jax.Array, ...] = _of_few(compared, scattered)(positions, *arrays)
+    return found
+
+
 def inverse(positions: jax.Array) -> jax.Array:
     """Of a permutation of 0 to its size - 1."""
-
-    def scattered(positions: jax.Array) -> jax.Array:
-        positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
-        return jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
-
-    def compared(positions: jax.Array) -> jax.Array:
-        positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
-        return jnp.where(positions[None] == counted[:, None], counted[None], 0).sum(1, dtype=jnp.int32)
-
-    return _of_few(compared, scattered)(positions) if _few(positions.size, positions.size) else scattered(positions)
+    positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
+    return in_places(positions, counted)[0]
 
 
 def _of_few(few: Callable[..., Any], many: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,8 +181,8 @@ def _of_few(few: Callable[..., Any], many: Callable[..., Any]) -> Callable[..., 
     function = jax.custom_batching.custom_vmap(few)
 
     @function.def_vmap
-    def batched(size: int, _: Any, x: jax.Array) -> tuple[Any, Any]:
-        out = jax.vmap(many)(x)
+    def batched(size: int, mapped: Any, *arrays: jax.Array) -> tuple[Any, Any]:
+        out = jax.vmap(many, [0 if one else None for one in mapped], axis_size=size)(*arrays)
         return out, jax.tree.map(lambda _: True, out)
 
     return function

@@ -123,6 +123,20 @@ def check_tiles(c: Config, out_itemsize: int, gpu: Gpu, dtype: str = "bfloat16",
     )
 
 
+_HEIGHTS = (8, 16, 32, 64, 128)  # rows of a tile that one copy can load, besides all of them
+
+
+def heights(c: Config, rows: int, groups: int, gathered: bool) -> tuple[int, ...]:
+    """How many rows of a tile of a product its loads of lhs can have, from the fewest to all. rows: of all groups.
+
+    gathered: they come by index, 16 at a time; of many rows a group all, as the loops of more heights would take longer than
+    they gain.
+    """
+    if gathered and rows >= 64 * groups:
+        return (c.tile_m,)
+    return (*(x for x in _HEIGHTS if (16 if gathered else 8) <= x < c.tile_m), c.tile_m)
+
+
 def check_gathered(c: Config) -> str | None:
     """Why the producer has too few registers to load rows by index, or None. A thread holds the places of tile_m / 16 rows."""
     least = 40 if c.tile_m <= 128 else 56

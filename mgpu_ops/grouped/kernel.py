@@ -28,7 +28,7 @@ from mgpu_ops.core.gemm import ROWS, SLOTS, epilogue_tiles, warpgroup_tile
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.group_scheduler import Groups, GroupTile, OrderedGroups, StaticScheduler
 from mgpu_ops.core.pipeline import Pipeline
-from mgpu_ops.core.rows import store_rows, wait_gathered
+from mgpu_ops.core.rows import load_scattered, store_rows, wait_gathered
 from mgpu_ops.grouped.config import PANEL, Config, consumer_registers, defers, is_dynamic, panel, short, storage
 from mgpu_ops.grouped.problem import GroupedProblem, MixedProblem, dtype_of_rhs
 
@@ -41,7 +41,7 @@ class Refs:
     lhs_smem, rhs_smem: the pipeline's stages, [stages, ...]. out_smem: [consumers, buffers, rows, columns of an epilogue tile].
     accumulator: the handle of `engine.Accumulators`. short_accumulator: that of short tiles, or None.
     barriers: the pipeline's. bias: [groups, n] float32, or None.
-    row_scale: [m + tile_m] float32, or None.
+    row_scale: [m] float32, of a gated gradient [m + tile_m], or None.
     residual: a `rows_view` of an array like the output, or None; its epilogue tiles are loaded into those of out_smem, and each
       buffer of each consumer has one of the barriers residual_arrived.
     row_indices: int32 [m], which rows of lhs are multiplied, or None: the m rows in their order.
@@ -396,6 +396,15 @@ def nothing_held(c: Config, dtype: str, places: int) -> Held:
 
 def _empty_part(c: Config, dtype: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((ROWS, c.epilogue_tile_n), dtype), plgpu.Layout.WGMMA)
+
+
+def of_rows(vector: Any, row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The elements of a float32 vector in global memory for the rows of a tile from `row` on, as values of `shape`.
+
+    Those of rows beyond its end, which are not stored, are its last one: it needs no padding.
+    """
+    rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=plgpu.Layout.WGMMA.reduce(1)) + row
+    return lax.broadcast_in_dim(load_scattered(vector, jnp.minimum(rows, vector.shape[0] - 1)), shape, (0,))
 
 
 type Finish = Callable[[jax.Array, int], jax.Array]  # of an epilogue tile and its number: what is stored in its place

@@ -11,7 +11,7 @@ from typing import Any
 from mgpu_ops.core import gemm, rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of
-from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, defers, is_dynamic, panel
+from mgpu_ops.grouped.config import PANEL, SCHEDULES, Config, defers, heights, is_dynamic, panel
 from mgpu_ops.grouped.problem import GroupedProblem
 
 
@@ -200,6 +200,66 @@ def _gathered(p: Any, c: Config, seconds: float, moved: int, gpu: Gpu) -> float:
     if not p.lhs_rows or seconds < 2 * moved / (gpu.memory_bytes_per_s * rates.HBM):
         return seconds
     return seconds * {2: 1.13, 3: 1.08}.get(c.max_concurrent_steps, 1.05)
+
+
+# Of few rows a group: fitted to 40 products of decoding (results/2026-11-30-h200-grouped-few-rows-configs.jsonl.gz) and to 42
+# others, most of them drawn (results/2026-11-30-h200-grouped-few-rows-defaults.jsonl).
+_FEW_ROWS = 16  # of a group that has some
+_FEW_LAUNCH, _FEW_TILE, _FEW_STEP = 4.3e-6, 0.98e-6, 0.034e-6  # s of a kernel; of a tile and of a step beside the loads
+_FEW_HBM = 0.912  # of the datasheet's bandwidth
+_FEW_LATENCY, _FEW_BYTES_PER_S = 0.71e-6, 72.7e9  # s until a load is there, and what an SM alone brings from HBM
+_FEW_WIDTH = {64: 1.018, 128: 1.0, 192: 1.02, 256: 1.015}  # times as long, by the columns of a step
+_FEW_WIDEST = 1.045  # of more columns
+_FEW_SHORT, _FEW_TWO_STAGES = 0.015, 0.025  # more of it: in steps of one swizzle row, with two stages
+_FEW_TALL = {1: 1.29, 2: 1.033}  # where half of a tile's rows at least are none, by the matrices of a group
+_FEW_ACROSS_LINES = 0.21  # less one, of tiles of 64, where rows begin within lines
+
+
+def has_few_rows(p: Any) -> bool:
+    """Whether reading the weights is all that takes time: `cost_of_few_rows` is for such products."""
+    return p.m <= _FEW_ROWS * _expected(p)
+
+
+def _expected(p: Any) -> float:
+    """How many groups have rows, as expected from how their sizes are spread.
+
+    Of a group with a share of y rows some is there with probability min(1, y); "random" shares are of a gamma distribution.
+    """
+    used = _used(p.spread, p.m, p.groups)
+    if p.spread not in ("random", "sparse"):
+        return used
+    groups = max(1, p.groups // 2) if p.spread == "sparse" else p.groups
+    mean = p.m / groups
+    below = [1 - math.exp(-4 / mean) * sum((4 / mean) ** i / math.factorial(i) for i in range(k)) for k in (4, 5)]
+    return min(used, groups * (1 - below[0] + mean * below[1]))
+
+
+def cost_of_few_rows(p: Any, c: Config, matrices: int, gpu: Gpu) -> float:
+    """Modelled time in seconds of a product with few rows a group: a launch, and reading the weights of groups that have rows.
+
+    A wave of tiles takes as long as its bytes at HBM's rate, and at least as long as one of its blocks takes for a tile.
+
+    matrices: of a group, 1 or 2, whose tiles a step brings.
+    """
+    groups, itemsize = _expected(p), itemsize_of(p.dtype)
+    blocks = max(groups, p.m / c.tile_m + groups / 2)
+    waves = blocks * math.ceil(p.n / c.tile_n) / gpu.sms
+    columns, rows = matrices * c.tile_n, min(p.m / blocks, c.tile_m)
+    height = next(x for x in heights(c, p.m, p.groups, bool(p.lhs_rows)) if x >= rows)
+    step = itemsize * c.tile_k * (columns + height)
+    rate = min(c.max_concurrent_steps * step / _FEW_LATENCY, _FEW_BYTES_PER_S)
+    tall = _FEW_TALL[matrices] if c.tile_m > gemm.ROWS else 1.0
+    tile = tall * (math.ceil(p.k / c.tile_k) * (step / rate + _FEW_STEP) + _FEW_TILE)
+    row, side = (p.k, c.tile_k) if p.layout == "nt" else (p.n, c.tile_n)
+    slower = max(_FEW_SHORT * (c.tile_k == panel(p.dtype)), _FEW_TWO_STAGES * (c.max_concurrent_steps == 2))
+    longer = tall * (_FEW_WIDTH.get(columns, _FEW_WIDEST) + slower)
+    longer *= 1 + _FEW_ACROSS_LINES * PANEL / side * bool(itemsize * row % _LINE)
+    reading = groups * matrices * itemsize * p.k * p.n / (gpu.memory_bytes_per_s * _FEW_HBM) * longer
+    whole = math.floor(waves)
+    seconds = max(whole * tile, reading * whole / waves) if whole else 0.0
+    if waves > whole:
+        seconds += max(tile, reading * (waves - whole) / waves)
+    return _FEW_LAUNCH + seconds + _HANDED_OUT * is_dynamic(c)
 
 
 def cost(

@@ -17,7 +17,8 @@ class Arrays(NamedTuple):
 
     qkv [batch, all heads * head_dim], cos and sin [batch or 1, head_dim / 2], both caches, positions [batch or 1].
     page_table: int32 [batch, pages of a sequence], of caches that are pools of pages, or nothing.
-    of_rows: rows and epsilon [1], or nothing. of_heads: weights [head_dim] of the norms of q and k, of one dtype, and epsilon [1], or nothing.
+    of_rows: rows and epsilon [1], or nothing. of_heads: weights [head_dim] of the norms of q and k, of one dtype, and epsilon
+      [1], or nothing.
     scales: of keys and of values in caches of 8 bits, [batch or 1, kv_heads] each, or nothing.
     """
 

@@ -35,6 +35,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: `common.cost` with tiles of both products, whose wgmma is as wide as one of them."""
     p, c = problem, config
     common.require_rows(p)
+    if common.has_few_rows(p):
+        return common.cost_of_few_rows(p, c, 2, gpu)
     wide = dataclasses.replace(c, tile_n=2 * c.tile_n, epilogue_slots=2 * c.epilogue_slots)
     tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
     narrow = gemm.efficiency(c) / gemm.efficiency(wide)

@@ -32,11 +32,9 @@ from mgpu_ops.core.group_scheduler import Groups, GroupTile
 from mgpu_ops.core.rows import load_gathered, load_rows, row_places, rows_view, store_rows
 from mgpu_ops.core.scaled import Sums, add_scaled
 from mgpu_ops.grouped import kernel
-from mgpu_ops.grouped.config import Config, defers, panel, short
+from mgpu_ops.grouped.config import Config, defers, heights, panel, short
 from mgpu_ops.grouped.grouped_matmul.problem import Problem, by_name, residual_barriers
 from mgpu_ops.grouped.kernel import Refs
-
-_HEIGHTS = (8, 16, 32, 64, 128)  # rows of a tile that one copy can load, besides all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,10 +129,7 @@ class GroupedStages:
     @property
     def heights(self) -> tuple[int, ...]:
         """Of lhs. What a stage has beyond is what was there: it makes rows of the output that are not stored."""
-        tile_m, least = self.config.tile_m, 16 if self.refs.row_indices is not None else 8
-        if self.refs.row_indices is not None and self.rows >= 64 * self.problem.groups:
-            return (tile_m,)  # the loops of more heights would take longer than they gain
-        return (*(x for x in _HEIGHTS if least <= x < tile_m), tile_m)
+        return heights(self.config, self.rows, self.problem.groups, self.refs.row_indices is not None)
 
     def load(self, tile: GroupTile, position: tuple[Any, ...], step: jax.Array, rows: int, stage: jax.Array, full: Any) -> None:
         """tile_k columns of the tile's rows of lhs, and as many of the group's rhs as stored; of two products, one by one."""
@@ -371,7 +366,7 @@ class GroupedStages:
         """row_scale * activation(scales * values + bias) in float32; scales of blocks are in the values."""
         values = self.activated(self.scaled(values, self.refs.scale_rhs, group, row, column), group, column)
         if self.refs.row_scale is not None:
-            values *= along(self.refs.row_scale, row, values.shape, 0)
+            values *= kernel.of_rows(self.refs.row_scale, row, values.shape)
         return values
 
     def scaled(self, values: jax.Array, scale: Any, group: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
@@ -437,8 +432,6 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         extra["bias"] = jnp.pad(extra["bias"], ((0, 0), (0, -p.n % c.tile_n)))
     if p.second:
         extra["lhs2"] = rows_view(extra["lhs2"])
-    if p.row_scale:
-        extra["row_scale"] = jnp.pad(extra["row_scale"], (0, c.tile_m))  # a group's last tile reads beyond it
     if p.residual:
         extra["residual"] = rows_view(extra["residual"])
     blocks = min(gpu.sms, most_tiles(p, c))

@@ -30,6 +30,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds: `common.cost` of the tiles of all groups, the last of each on average half empty."""
     p, c = problem, config
     common.require_rows(p)
+    if common.has_few_rows(p) and not p.second:
+        return common.cost_of_few_rows(p, c, 1, gpu)
     tiles = common.row_blocks(p.spread, p.m, p.groups, c.tile_m) * math.ceil(p.n / c.tile_n)
     rate = gpu.flops(p.dtype) / gpu.bf16_flops
     if p.scales == "block":
