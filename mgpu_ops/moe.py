@@ -497,7 +497,7 @@ def tokens_of(order: jax.Array, positions: jax.Array) -> jax.Array:
     """The token of each assignment, sorted. Of few it is found as `order` is, by the same kernel of XLA's."""
     each = max(positions.shape[1], 1)
     if are_few(order.size, order.size):
-        return in_places(positions.reshape(-1), jnp.arange(order.size, dtype=jnp.int32) // each)[0]
+        return in_places(positions.reshape(-1), lax.div(jnp.arange(order.size, dtype=jnp.int32), jnp.int32(each)))[0]
     return order // each
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import mgpu_ops
 from mgpu_ops import fp8_moe_experts, moe, moe_combine, moe_dispatch, moe_experts, moe_route
-from mgpu_ops.core import gpu
+from mgpu_ops.core import aot, gpu
 from tests import thorough
 from tests.arrays import normal
 
@@ -202,6 +202,21 @@ def test_dispatch_sorts_stably_whatever_the_number_of_assignments(tokens, top_k,
     np.testing.assert_array_equal(positions.ravel()[order], np.arange(key.size))
     np.testing.assert_array_equal(sizes, np.bincount(key, minlength=experts + 1)[:-1])
     assert rows.shape == (tokens * top_k, 1)
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_a_layer_of_few_tokens_is_two_products_and_at_most_eight_small_kernels(tokens):
+    """In decoding each takes about a microsecond: routing, sort, sizes, tokens and weights in order, and the sum."""
+    experts, d, hidden = 128, 256, 128
+    shapes = [(tokens, d), (tokens, experts), (experts, d, hidden), (experts, d, hidden), (experts, hidden, d)]
+    context, place = aot.elsewhere("h200")
+    with context:
+        arrays = place([jax.ShapeDtypeStruct(s, F32 if i == 1 else BF16) for i, s in enumerate(shapes)])
+        compiled = jax.jit(functools.partial(moe, top_k=8)).lower(*arrays).compile().as_text()
+    program = compiled[compiled.index("\nENTRY") :]
+    assert program.count(" custom-call(") == 2
+    assert program.count(" fusion(") <= 8
 
 
 def test_nothing_as_large_as_tokens_times_experts_times_width_is_made():
