@@ -100,14 +100,16 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     x, w_gate, w_up, w_down, gate, up, hidden, has_residual = saved
     # In a larger program nothing reads gate and up after this; where something does, XLA copies them.
     in_place = isinstance(gate, jax.core.Tracer)
-    of_gate = dataclasses.replace(call, transpose_w=True, gradient=True, stored=True, in_place=in_place)
-    dgate, dup = batchable(of_gate)(g, w_down, gate, up)
+    gradient = dataclasses.replace(call, transpose_w=True, gradient=True, stored=True, in_place=in_place)
+    dgate, dup = batchable(gradient)(g, w_down, gate, up)
     product = functools.partial(matmul, backend=call.backend)
-    weights = tuple(product(a, b, transpose_a=True) for a, b in ((x, dgate), (x, dup), (hidden, g)))
-    weights, (dgate, dup) = order.weights_first(weights, (dgate, dup))
-    dx = product(dgate, w_gate, transpose_b=True)
+    # One after the other, so that hidden, then dgate, is gone before the next gradient of a weight is there.
+    of_down, (dgate, dup) = order.weights_first(product(hidden, g, transpose_a=True), (dgate, dup))
+    of_gate, dgate = order.weights_first(product(x, dgate, transpose_a=True), dgate)
+    dx, dup = order.weights_first(product(dgate, w_gate, transpose_b=True), dup)
+    of_up, (dx, dup) = order.weights_first(product(x, dup, transpose_a=True), (dx, dup))
     dx = product(dup, w_up, transpose_b=True, residual=dx)
-    return dx, *weights, *((g,) if has_residual else ())
+    return dx, of_gate, of_up, of_down, *((g,) if has_residual else ())
 
 
 _layer.defvjp(*first_order("gated_mlp", _forward, _backward))
