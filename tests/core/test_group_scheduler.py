@@ -49,8 +49,8 @@ def test_all_threads_get_what_one_of_them_has_and_how_many_agree(values, lane):
 TILE_ROWS, ACROSS, LIMIT = 16, 3, 200  # rows and columns of tiles; more tiles than any example below has
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def visits(sizes: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def visits(sizes: jax.Array, rows: int, blocks: int, has_start: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each block: the tiles it visits, how many, and where it says that the last group ends."""
 
     def tiles(size: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ def visits(sizes: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Arr
     def walk(block: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         start = (jnp.zeros((LIMIT, 4), jnp.int32), jnp.int32(0))
         end, (seen, count) = group_scheduler.for_each_group_tile(
-            Groups(sizes, rows), tiles, StaticScheduler(block, blocks), visit, start
+            Groups(sizes, rows, has_start), tiles, StaticScheduler(block, blocks), visit, start
         )
         return seen, count, end
 
@@ -71,18 +71,19 @@ def visits(sizes: jax.Array, rows: int, blocks: int) -> tuple[jax.Array, jax.Arr
         return jax.vmap(walk)(jnp.arange(blocks, dtype=jnp.int32))
 
 
-def group_tiles(sizes: list[int], rows: int) -> tuple[list[tuple[int, int, int, int]], int]:
-    """(group, start, end, number) of all tiles in order, and where the last group ends."""
-    found, end = [], 0
+def group_tiles(sizes: list[int], rows: int, first: int = 0) -> tuple[list[tuple[int, int, int, int]], int]:
+    """(group, start, end, number) of all tiles in order, and where the last group ends. first: where the first one begins."""
+    found, end = [], min(max(first, 0), rows)
     for group, size in enumerate(sizes):
         start, end = end, min(rows, end + max(size, 0))
         found += [(group, start, end, number) for number in range(-(-(end - start) // TILE_ROWS) * ACROSS)]
     return found, end
 
 
-def assert_blocks_share_out_the_tiles(sizes: list[int], rows: int, blocks: int) -> None:
-    seen, counts, ends = visits(np.array(sizes, np.int32), rows, blocks)
-    wanted, end = group_tiles(sizes, rows)
+def assert_blocks_share_out_the_tiles(sizes: list[int], rows: int, blocks: int, first: int | None = None) -> None:
+    given = sizes if first is None else [first, *sizes]
+    seen, counts, ends = visits(np.array(given, np.int32), rows, blocks, first is not None)
+    wanted, end = group_tiles(sizes, rows, first or 0)
     assert ends.tolist() == [end] * blocks
     for block in range(blocks):
         assert [tuple(tile) for tile in seen[block, : counts[block]].tolist()] == wanted[block::blocks]
@@ -96,6 +97,13 @@ def assert_blocks_share_out_the_tiles(sizes: list[int], rows: int, blocks: int) 
 )
 def test_blocks_take_the_tiles_of_all_groups_in_turn_whatever_the_sizes_are(sizes, rows_and_blocks):
     assert_blocks_share_out_the_tiles(sizes, *rows_and_blocks)
+
+
+@pytest.mark.parametrize("groups", [7, 33, 300])
+@given(st.sampled_from([0, 1, 299, 300]) | INT32, st.integers(0, 2**31 - 1))
+def test_groups_that_begin_at_a_row_of_their_own_have_the_tiles_from_there_on(groups, first, seed):
+    sizes = np.random.default_rng(seed).integers(-1, 3, groups)
+    assert_blocks_share_out_the_tiles(sizes.tolist(), 300, 3, first)
 
 
 @pytest.mark.parametrize("blocks", [1, 5])

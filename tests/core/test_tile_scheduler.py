@@ -265,7 +265,7 @@ def test_a_turn_beyond_the_last_reads_inside_the_table():
     assert int(tiles.number(jnp.int32(table.shape[1]))) == int(tiles.number(jnp.int32(2))) == 4
 
 
-# --- strips, and tiles of groups
+# --- strips
 
 
 @given(st.integers(0, 2**30), st.integers(1, 300))
