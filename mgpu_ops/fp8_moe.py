@@ -277,6 +277,12 @@ def _contraction(call: _Call, lhs: Quantized, rhs: Quantized, sizes: jax.Array, 
     return ragged_contraction.transposed_contraction(of, *arrays)
 
 
+def _in_order(first: jax.Array, *later: Quantized) -> tuple[Any, ...]:
+    """The same; what is computed from the values of `later` after this is computed after `first`."""
+    first, values = order.weights_first(first, [of_one for of_one, _ in later])
+    return first, *((of_one, scale) for of_one, (_, scale) in zip(values, later, strict=True))
+
+
 # --- The layer after routing, with a gradient of its own
 
 
@@ -321,23 +327,27 @@ def _forward(call: _Call, state: Fp8GatedState | None, x: jax.Array, weights: ja
 
 def _backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     weights, places, by_weight, gate, up, x8_t, hidden8_t, (w_gate8, w_up8, w_down8), state, seen = saved
-    *of_both, of_down = (of.output_grad_scale for of in state or CURRENT)
-    g8, g8_t, of_g = _tokens_both_ways(call, g, places, E5M2, of_down)
+    *of_both, of_down_grad = (of.output_grad_scale for of in state or CURRENT)
+    g8, g8_t, of_g = _tokens_both_ways(call, g, places, E5M2, of_down_grad)
     d_hidden = _product(call, places.sizes, g8, w_down8)
     ((gate8, gate8_t), (up8, up8_t)), found = of_gates(
         call, "gate_gradient", (d_hidden, gate, up), E5M2, of_both, shared=True, row_scale=by_weight
     )
     *of_gated, of_weight = found
-    pairs = zip((x8_t, x8_t, hidden8_t), (gate8_t, up8_t, g8_t), call.w_dtypes, strict=True)
-    of_matrices = tuple(_contraction(call, left, right, places.sizes, dtype) for left, right, dtype in pairs)
-    of_matrices, (gate8, up8) = order.weights_first(of_matrices, (gate8, up8))
-    dx = _sums(_product(call, places.sizes, gate8, w_gate8, up8, w_up8), places).astype(call.x_dtype)
+    # First what reads the copies of gate and up, then one product after the other: what it alone reads is gone for the next.
+    rows = _product(call, places.sizes, gate8, w_gate8, up8, w_up8)
+    rows, gate8_t, up8_t, g8_t = _in_order(rows, gate8_t, up8_t, g8_t)
+    of_gate, of_up, of_down = (functools.partial(_contraction, call, sizes=places.sizes, dtype=name) for name in call.w_dtypes)
+    dw_down, gate8_t, up8_t = _in_order(of_down(hidden8_t, g8_t), gate8_t, up8_t)
+    dw_gate, up8_t = _in_order(of_gate(x8_t, gate8_t), up8_t)
+    dw_up, rows = order.weights_first(of_up(x8_t, up8_t), rows)
+    dx = _sums(rows, places).astype(call.x_dtype)
     dweights = of_weight.at[places.row].get(mode="fill", fill_value=0).astype(weights.dtype)
     new = None
     if state is not None:
         products = zip(state, seen, (*of_gated, of_g), strict=True)
         new = Fp8GatedState(*(next_state(of, (*pair, of_mesh(largest, g, of))) for of, pair, largest in products))
-    return (new, dx, dweights, *of_matrices, *[None] * len(places))
+    return (new, dx, dweights, dw_gate, dw_up, dw_down, *[None] * len(places))
 
 
 _layer.defvjp(*first_order("fp8_moe", _forward, _backward))
