@@ -16,6 +16,7 @@ import mgpu_ops
 from mgpu_ops import rotary_into_cache
 from mgpu_ops.core import aot, engine, gpu
 from mgpu_ops.registry import dispatch
+from mgpu_ops.rotary import into_cache
 from tests import thorough
 from tests.arrays import normal
 
@@ -260,6 +261,24 @@ def test_heads_are_normalised_before_they_are_turned_and_rounded_once(case, back
     kept = np.array(given[3] == out[1]).all((2, 3))
     assert kept.sum() == kept.size - len(kept)
     assert backend == "xla" or not engine.races_found()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtypes", "read"),
+    [
+        (128, (BF16, BF16), BF16),
+        (128, (jnp.float16, jnp.float16), jnp.float16),
+        (64, (BF16, BF16), F32),  # a half has 64 bytes, and a TMA copy begins at a multiple of 128
+        (128, (BF16, jnp.float16), F32),
+        (64, (F32, F32), F32),
+    ],
+)
+def test_weights_of_norms_are_read_as_they_are_where_a_copy_brings_their_halves(head_dim, dtypes, read, assert_near):
+    options = {name: w.astype(dtype) for (name, w), dtype in zip(norms(head_dim).items(), dtypes, strict=True)}
+    assert {w.dtype for w in into_cache._as_the_kernel_reads([*options.values()])} == {jnp.dtype(read)}
+    given = arrays(q_heads=8, kv_heads=4, head_dim=head_dim)
+    for y, z in zip(rotary_into_cache(*given, **options, **EPSILONS), normalised(given, **options), strict=True):
+        assert_near(y, z, 4e-3)
 
 
 def test_norms_leave_values_and_what_no_norm_is_asked_for_as_they_are():
