@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mgpu_ops.core import lanes
+from mgpu_ops.core.limits import WARP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Groups:
 
     def shares(self, tiles: Tiles) -> Shares:
         """The groups in as many shares of neighbours as a warp has threads: it takes one time of reading for all of them."""
-        each = math.ceil(self.count / lanes.LANES)
+        each = math.ceil(self.count / WARP)
         place, of_lane = lanes.number() * each, dataclasses.replace(self, sizes=lanes.readable(self.sizes))
 
         def for_each_group(body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:

@@ -24,7 +24,7 @@ from mgpu_ops import flags, floats, integers
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, checked_activation
 from mgpu_ops.core.derivatives import first_order, refuse_8_bits
-from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction
+from mgpu_ops.grouped import gated, grouped_matmul, ragged_contraction, routing
 from mgpu_ops.grouped.calls import checked_offset, checked_operands, checked_sizes, checked_spread
 from mgpu_ops.grouped.rows import rows_at
 from mgpu_ops.grouped.sizes import Spread
@@ -104,8 +104,15 @@ def moe(
     """
     options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
     of_routed = functools.partial(moe_experts, **options)
+    call = _Call(checked_activation(activation), checked_spread(spread), dispatch.requested_backend(backend), False)
+
+    def of_sorted(x: jax.Array, found: routing.Sorted, *matrices: jax.Array) -> jax.Array:
+        checked, _ = checked_experts("moe_experts", x, *found.unknown(), matrices, num_experts=None, group_offset=None)
+        return _of_sorted(call, *mesh.same_mesh_axes(x, *checked[3:], *found))
+
     matrices = matrices_of("moe", w_gate, w_up, w_down)
-    return routed("moe", of_routed, x, router_logits, matrices, top_k, norm_topk_prob)
+    by_kernel = functools.partial(routing.kernel, backend=call.backend), of_sorted
+    return routed("moe", of_routed, x, router_logits, matrices, top_k, norm_topk_prob, by_kernel=by_kernel)
 
 
 def matrices_of(op: str, *given: ArrayLike) -> dict[str, jax.Array]:
@@ -122,10 +129,12 @@ def routed(
     top_k: int,
     norm_topk_prob: bool,
     dimensions: str = MATRICES,
+    by_kernel: tuple[Callable[..., routing.Route | None], Callable[..., jax.Array]] | None = None,
 ) -> jax.Array:
     """A layer of x, logits and the experts' arrays: `of_routed` of x [tokens, d], weights, experts and those arrays.
 
-    matrices: by name, the first one [experts, ., .]. dimensions: of all of them, for a `partition.Rule`.
+    matrices: by name, the first one [experts, ., .]. dimensions: of all of them, for a `partition.Rule`. by_kernel:
+    `routing.kernel`, and the layer of x, what it finds and the arrays.
     """
     x, logits = floats.array(op, "x", x), floats.array(op, "router_logits", router_logits)
     if not x.ndim or not logits.ndim or x.shape[:-1] != logits.shape[:-1]:
@@ -137,9 +146,19 @@ def routed(
         )
 
     def layer(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> jax.Array:
-        tokens = math.prod(x.shape[:-1])
-        weights, experts = moe_route(logits.reshape(tokens, logits.shape[-1]), top_k, norm_topk_prob=norm_topk_prob)
-        return of_routed(x.reshape(tokens, x.shape[-1]), weights, experts, *matrices).reshape(x.shape)
+        def of_rows(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> jax.Array:
+            weights, experts = moe_route(logits, top_k, norm_topk_prob=norm_topk_prob)
+            return of_routed(x, weights, experts, *matrices)
+
+        tokens, run = math.prod(x.shape[:-1]), of_rows
+        rows, of_tokens = (of.reshape(tokens, of.shape[-1]) for of in (x, logits))
+        if by_kernel is not None:
+            _check_top_k(top_k, logits.shape[-1])
+            find, of_sorted = by_kernel
+            route = find(of_tokens, int(top_k), flags.checked("norm_topk_prob", norm_topk_prob))
+            if route is not None:
+                run = routing.unless_mapped(lambda x, logits, *matrices: of_sorted(x, route(logits), *matrices), of_rows)
+        return run(rows, of_tokens, *matrices).reshape(x.shape)
 
     def rule(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> partition.Rule:
         tokens = " ".join(f"t{i}" for i in range(x.ndim - 1))
@@ -481,13 +500,28 @@ def _layer(
     positions: jax.Array,
 ) -> jax.Array:
     """`moe_experts` of sorted assignments."""
-    tokens = tokens_of(order, positions)
+    tokens, scale = tokens_of(order, positions), _scale(weights, order, positions)
+    return _of_sorted(call, x, w_gate, w_up, w_down, tokens, scale, sizes, positions)
+
+
+def _of_sorted(
+    call: _Call,
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    tokens: jax.Array,
+    scale: jax.Array,
+    sizes: jax.Array,
+    positions: jax.Array,
+) -> jax.Array:
+    """The layer without a gradient, of the token and the weight of each sorted assignment."""
     first = call.gated(x.dtype.name)
     if w_gate.shape[2] <= _IN_THE_LOAD:
         hidden = gated.gated(dataclasses.replace(first, row_indices=True), x, w_gate, w_up, sizes, tokens)
     else:
         hidden = gated.gated(first, rows_of_tokens(x, tokens, positions), w_gate, w_up, sizes)
-    return _down(call, hidden, w_down, sizes, _scale(weights, order, positions), positions)
+    return _down(call, hidden, w_down, sizes, scale, positions)
 
 
 _IN_THE_LOAD = 1280  # columns of a gate, at most: with more, rows that are loaded by index cost more than a sorted copy

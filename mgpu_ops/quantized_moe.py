@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from mgpu_ops import floats, quantized_grouped
 from mgpu_ops.core import mesh
 from mgpu_ops.core.activations import Activation, checked_activation
+from mgpu_ops.grouped import routing
 from mgpu_ops.grouped.calls import checked_operands, checked_spread
 from mgpu_ops.grouped.sizes import Spread
 from mgpu_ops.matmul.gated.activation import gated
@@ -104,7 +105,11 @@ def quantized_moe(
     def of_routed(x: jax.Array, weights: jax.Array, experts: jax.Array, *arrays: jax.Array) -> jax.Array:
         return quantized_moe_experts(x, weights, experts, **options | dict(zip(given, arrays, strict=True)))
 
-    return routed(op, of_routed, x, router_logits, given, top_k, norm_topk_prob, _dimensions(given))
+    def of_sorted(x: jax.Array, found: routing.Sorted, *arrays: jax.Array) -> jax.Array:
+        return _experts(x, *found.unknown(), **options | dict(zip(given, arrays, strict=True)), found=found)
+
+    by_kernel = functools.partial(routing.kernel, backend=dispatch.requested_backend(backend)), of_sorted
+    return routed(op, of_routed, x, router_logits, given, top_k, norm_topk_prob, _dimensions(given), by_kernel)
 
 
 def quantized_moe_experts(
@@ -148,6 +153,31 @@ def quantized_moe_experts(
       >>> mgpu_ops.quantized_moe_experts(x, weights, experts, w_gate_up, w_down, jnp.ones((8, 512)), jnp.ones((8, 128))).shape
       (4, 128)
     """
+    options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
+    options |= {"gate_up_zero_points": gate_up_zero_points, "down_zero_points": down_zero_points}
+    options |= {"num_experts": num_experts, "group_offset": group_offset}
+    return _experts(x, weights, experts, w_gate_up, w_down, gate_up_scales, down_scales, **options)
+
+
+def _experts(
+    x: ArrayLike,
+    weights: ArrayLike,
+    experts: ArrayLike,
+    w_gate_up: ArrayLike,
+    w_down: ArrayLike,
+    gate_up_scales: ArrayLike,
+    down_scales: ArrayLike,
+    *,
+    gate_up_zero_points: ArrayLike | None = None,
+    down_zero_points: ArrayLike | None = None,
+    num_experts: int | None = None,
+    group_offset: ArrayLike | None = None,
+    activation: Activation | None,
+    spread: Spread,
+    backend: dispatch.Backend | None,
+    found: routing.Sorted | None = None,
+) -> jax.Array:
+    """`quantized_moe_experts`. found: the tokens sorted by expert, in place of weights and experts."""
     op = "quantized_moe_experts"
     (x,) = checked_operands(op, ("x", x, 2))
     given = _checked_matrices(op, x, w_gate_up, w_down)
@@ -171,8 +201,12 @@ def quantized_moe_experts(
         sorting = sorted_by_expert(x, experts, own)
         x, weights, experts, *arrays = mesh.same_mesh_axes(x, weights, experts, *sorting, *rest[: len(given)])
         sizes, order, positions = arrays[:3]
-        of = dict(zip(given, arrays[3:], strict=True))
-        rows = rows_of_tokens(x, tokens_of(order, positions), positions)
+        out = products(rows_of_tokens(x, tokens_of(order, positions), positions), sizes, *arrays[3:])
+        known = jnp.where(experts >= 0, weights, 0)
+        return weighted_sums(out, known, order, positions).astype(x.dtype)
+
+    def products(rows: jax.Array, sizes: jax.Array, *arrays: jax.Array) -> jax.Array:
+        of = dict(zip(given, arrays, strict=True))
 
         def matmul(rows: jax.Array, name: str) -> jax.Array:
             zero_points = [of[f"{name}_zero_points"]] if f"{name}_zero_points" in of else []
@@ -181,14 +215,16 @@ def quantized_moe_experts(
             return found
 
         gate_up = matmul(rows, "gate_up")
-        hidden = gated(activation, of_activation, gate_up) if both else gate_up
-        out = matmul(hidden, "down")
-        known = jnp.where(experts >= 0, weights, 0)
-        return weighted_sums(out, known, order, positions).astype(x.dtype)
+        return matmul(gated(activation, of_activation, gate_up) if both else gate_up, "down")
 
+    if found is not None:
+        x, *arrays = mesh.same_mesh_axes(x, *found, *given.values())
+        tokens, sorted_weights, sizes, positions = arrays[:4]
+        out = products(rows_of_tokens(x, tokens, positions), sizes, *arrays[4:])
+        return weighted_sums(out, sorted_weights[positions], tokens, positions).astype(x.dtype)
     rule = functools.partial(rule_of_experts, op, dimensions=_dimensions(given))
-    found: jax.Array = partition.with_first(layer, rule, 3, x, *of_tokens, *given.values(), *offset)
-    return found
+    result: jax.Array = partition.with_first(layer, rule, 3, x, *of_tokens, *given.values(), *offset)
+    return result
 
 
 def _checked_matrices(op: str, x: jax.Array, w_gate_up: ArrayLike, w_down: ArrayLike) -> dict[str, jax.Array]:

@@ -35,8 +35,7 @@ def best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.A
         experts = lax.top_k(logits, top_k)[1].astype(jnp.int32)
     else:
         # As integers, floats have the same order, and there is one left that is less than all: for those that were found.
-        bits = lax.bitcast_convert_type(logits, jnp.int32)
-        key = jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
+        key = in_order(lax.bitcast_convert_type(logits, jnp.int32))
         if are_few(*key.shape, key.shape[-1]):
             # One kernel for the places, and one for both results.
             place, number = _places_and_numbers(key, top_k)
@@ -44,6 +43,14 @@ def best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.A
             return jnp.where(is_best, number, 0).sum(-1, dtype=jnp.int32), jnp.where(is_best, of[..., None, :], 0).sum(-1)
         experts = _one_by_one(key, top_k)
     return experts, jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
+
+
+def in_order(bits: jax.Array) -> jax.Array:
+    """Of float32's bits: int32 in the same order, of which NaNs with a sign are the least, and others the largest; above -2^31.
+
+    Zeros have no sign. It is its own reverse.
+    """
+    return jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
 
 
 def _one_by_one(key: jax.Array, top_k: int) -> jax.Array:

@@ -1,0 +1,74 @@
+"""Routing and sort of few tokens by one kernel, for a layer whose gradient is not asked for: of many, XLA's kernels do it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from mgpu_ops.core import gpu, mesh
+from mgpu_ops.core.limits import WARP
+from mgpu_ops.registry import capture
+
+_MOST_TOKENS = 1  # the kernel takes more, which is shown in the interpreter alone
+_MOST = 1 << 14  # of tokens times top_k times experts: a warp does all, and the kernel has code for each
+
+
+class Sorted(NamedTuple):
+    """Assignments sorted by expert, those of an expert in the order of tokens.
+
+    tokens, weights: of each, int32 and float32 [assignments]. group_sizes: int32 [experts], how many each expert has.
+    positions: int32 [tokens, top_k], the row of each token's assignments, the likeliest first.
+    """
+
+    tokens: jax.Array
+    weights: jax.Array
+    group_sizes: jax.Array
+    positions: jax.Array
+
+    def unknown(self) -> tuple[np.ndarray, np.ndarray]:
+        """Weights and experts of tokens, zeros, for checks of what is called with those."""
+        return np.zeros(self.positions.shape, np.float32), np.zeros(self.positions.shape, np.int32)
+
+
+type Route = Callable[[jax.Array], Sorted]  # of logits [tokens, experts]
+
+
+def kernel(logits: jax.Array, top_k: int, normalised: bool, backend: str | None) -> Route | None:
+    """The kernel for logits [tokens, experts]; None where there is none for such, on this machine, or over several devices."""
+    tokens, experts = logits.shape
+    if not isinstance(tokens, int) or not 0 < tokens <= _MOST_TOKENS or capture.capturing():
+        return None
+    if logits.dtype != np.float32 or top_k > WARP or tokens * top_k * experts > _MOST:
+        return None
+    if mesh.is_for_several_devices() or backend == "xla":
+        return None
+    device = gpu.current()
+    if backend != "interpret" and (device is None or device.architecture != "hopper"):
+        return None
+
+    def route(logits: jax.Array) -> Sorted:
+        from mgpu_ops.grouped import routing_kernel  # it imports Pallas
+
+        return Sorted(*routing_kernel.launch(logits, top_k, normalised, interpret=backend == "interpret"))
+
+    return route
+
+
+def unless_mapped(few: Callable[..., jax.Array], many: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`few`; under vmap, which may make many of few, and for gradients `many`, of the same arrays and result."""
+
+    @jax.custom_batching.custom_vmap
+    def once(*arrays: jax.Array) -> jax.Array:
+        return few(*arrays)
+
+    @once.def_vmap
+    def mapped(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        return jax.vmap(many, [0 if one else None for one in batched], axis_size=size)(*arrays), True
+
+    run = jax.custom_vjp(once)
+    run.defvjp(functools.partial(jax.vjp, many), lambda back, g: back(g))
+    return run

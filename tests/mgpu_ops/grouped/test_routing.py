@@ -1,0 +1,107 @@
+"""Routing and sort of few tokens by one kernel: what XLA's kernels find, and the layers that take it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mgpu_ops import moe, moe_dispatch, moe_route
+from mgpu_ops.core import aot, gpu
+from mgpu_ops.grouped import routing, routing_kernel
+from tests.arrays import normal
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+pytestmark = pytest.mark.usefixtures("no_races")
+
+
+def by_xla(logits: jax.Array, top_k: int, normalised: bool) -> list[np.ndarray]:
+    """The same as the fields of `routing.Sorted`."""
+    weights, experts = moe_route(logits, top_k, norm_topk_prob=normalised)
+    _, sizes, order, positions = moe_dispatch(jnp.zeros((logits.shape[0], 1)), experts, logits.shape[1])
+    return [np.asarray(x) for x in (order // top_k, weights.reshape(-1)[order], sizes, positions)]
+
+
+def by_kernel(logits: Any, top_k: int, normalised: bool = True) -> tuple[jax.Array, ...]:
+    return routing_kernel.launch(logits, top_k, normalised, interpret=True)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 128, 8), (3, 40, 4), (4, 5, 5), (2, 160, 6), (1, 33, 1), (4, 8, 2)]
+)
+def test_tokens_are_routed_and_sorted_as_by_xla(tokens, experts, top_k, normalised):
+    logits = normal(tokens + experts, tokens, experts)
+    for found, wanted in zip(by_kernel(logits, top_k, normalised), by_xla(logits, top_k, normalised), strict=True):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(found, wanted, rtol=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_and_infinite_logits_and_nans_are_in_the_order_of_xla(seed):
+    values = np.array([0.0, -0.0, 1.5, 1.5, -np.inf, np.inf, np.nan, -1.0], np.float32)
+    logits = np.random.default_rng(seed).choice(values, (4, 40))
+    for found, wanted in zip(by_kernel(logits, 7), by_xla(logits, 7, True), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-6)
+
+
+def layer(tokens: int) -> list[jax.Array]:
+    experts, d, hidden = 4, 64, 64
+    shapes = (tokens, d), (tokens, experts), (experts, d, hidden), (experts, d, hidden), (experts, hidden, d)
+    return [normal(i, *shape, dtype=F32 if i == 1 else BF16) for i, shape in enumerate(shapes)]
+
+
+def kernels(function: Any, *arrays: jax.Array) -> list[str]:
+    """The names of those that a call launches on an H200."""
+    with gpu.target("h200"):
+        traced = str(jax.make_jaxpr(function)(*arrays))
+    return re.findall(r"kernel_name=(\w+)", traced) or re.findall(r"name=(mgpu_ops_\w+)", traced)
+
+
+def test_a_layer_of_one_token_is_that_of_xla_also_mapped_and_differentiated(assert_near):
+    arrays = layer(1)
+    run = functools.partial(moe, top_k=2)
+    assert_near(jax.jit(functools.partial(run, backend="interpret"))(*arrays), run(*arrays, backend="xla"), 8e-3)
+    both = [jnp.stack([x, 2 * x]) for x in arrays[:2]]
+    through = lambda backend: jax.vmap(lambda x, logits: run(x, logits, *arrays[2:], backend=backend))(*both)  # noqa: E731
+    assert_near(through("interpret"), through("xla"), 8e-3)
+    loss = lambda *xs, backend: run(*xs, backend=backend).astype(F32).sum()  # noqa: E731
+    gradients = [jax.grad(functools.partial(loss, backend=backend), (0, 1, 4)) for backend in ("interpret", "xla")]
+    for found, wanted in zip(*(gradient(*arrays) for gradient in gradients), strict=True):
+        assert_near(found, wanted, 2e-2)
+
+
+def test_layers_of_one_token_route_by_the_kernel_and_mapped_ones_do_not():
+    x, logits, *matrices = layer(1)
+    run = functools.partial(moe, top_k=2)
+    assert "mgpu_ops_moe_route" in kernels(run, x, logits, *matrices)
+    mapped = jax.vmap(lambda x, logits: run(x, logits, *matrices))
+    assert "mgpu_ops_moe_route" not in kernels(mapped, x[None], logits[None])
+    assert "mgpu_ops_moe_route" not in kernels(run, *layer(3))
+    assert "mgpu_ops_moe_route" not in kernels(jax.grad(lambda x: run(x, logits, *matrices).astype(F32).sum()), x)
+
+
+def test_many_tokens_other_floats_and_machines_without_such_a_gpu_have_no_such_kernel():
+    few = jnp.zeros((1, 8), F32)
+    assert routing.kernel(few, 2, True, "interpret") is not None
+    with gpu.target("h200"):
+        assert routing.kernel(few, 2, True, None) is not None
+        assert routing.kernel(few, 2, True, "xla") is None
+    for logits, top_k in ((jnp.zeros((2, 8)), 2), (few.astype(BF16), 2), (jnp.zeros((1, 4096)), 8), (jnp.zeros((1, 64)), 33)):
+        assert routing.kernel(logits, top_k, True, "interpret") is None
+    with gpu.target("b200"):
+        assert routing.kernel(few, 2, True, None) is None
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (1, 512, 32)])
+def test_the_kernel_compiles_without_spills(tokens, experts, top_k):
+    route = functools.partial(routing_kernel.launch, top_k=top_k, normalised=True)
+    report = aot.compile_for("h200", route, jax.ShapeDtypeStruct((tokens, experts), F32))
+    assert len(report.kernels) == 1
+    assert report.spills == 0
