@@ -1,8 +1,8 @@
 """What the 32 threads of a warp do together: each has a number of its own and part of the work, and they tell each other.
 
-A kernel's numbers are the same in all threads of a warpgroup, but for what `number` gives and what is computed from that. Such
-must not decide a branch; `how_many` and `of_lane` make of them what is the same in all threads again. In the interpreter, which
-has no threads, they are arrays of 32 numbers. Each warp of a warpgroup does the same.
+A kernel's numbers are the same in all threads of a warpgroup, but for what `number` gives and what is computed from that. A
+number that differs between threads must not decide a branch; `how_many`, `of_lane` and others make one that does not. In the
+interpreter, which has no threads, they are arrays of 32 numbers. Each warp of a warpgroup does the same.
 """
 
 from __future__ import annotations

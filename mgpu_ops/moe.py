@@ -29,7 +29,7 @@ from mgpu_ops.grouped.calls import checked_offset, checked_operands, checked_siz
 from mgpu_ops.grouped.rows import rows_at
 from mgpu_ops.grouped.sizes import Spread
 from mgpu_ops.registry import dispatch, partition
-from mgpu_ops.sorting import are_few, best, counting_sort, in_places, inverse
+from mgpu_ops.sorting import are_few, best, counting_sort, in_places, inverse, of_few
 
 MATRICES = "E D H, E D H, E H D"  # of a `partition.Rule`: each device has all experts
 
@@ -500,7 +500,7 @@ def _layer(
     positions: jax.Array,
 ) -> jax.Array:
     """`moe_experts` of sorted assignments."""
-    tokens, scale = tokens_of(order, positions), _scale(weights, order, positions)
+    tokens, scale = _in_order(weights, order, positions)
     return _of_sorted(call, x, w_gate, w_up, w_down, tokens, scale, sizes, positions)
 
 
@@ -528,20 +528,31 @@ _IN_THE_LOAD = 1280  # columns of a gate, at most: with more, rows that are load
 
 
 def tokens_of(order: jax.Array, positions: jax.Array) -> jax.Array:
-    """The token of each assignment, sorted. Of few it is found as `order` is, by the same kernel of XLA's."""
-    each = max(positions.shape[1], 1)
-    if are_few(order.size, order.size):
-        return in_places(positions.reshape(-1), lax.div(jnp.arange(order.size, dtype=jnp.int32), jnp.int32(each)))[0]
-    return order // each
+    """The token of each assignment, sorted."""
+    return order // max(positions.shape[1], 1)
 
 
-def _scale(weights: jax.Array, order: jax.Array, positions: jax.Array) -> jax.Array:
+def _scale(weights: jax.Array, order: jax.Array) -> jax.Array:
     """The weight of each assignment, sorted."""
-    if are_few(order.size, order.size):
-        (scale,) = in_places(positions.reshape(-1), weights.reshape(-1))
-    else:
-        scale = weights.reshape(-1).at[order].get(unique_indices=True, mode="promise_in_bounds")
+    scale = weights.reshape(-1).at[order].get(unique_indices=True, mode="promise_in_bounds")
     return scale.astype(np.promote_types(scale.dtype, np.float32))
+
+
+def _in_order(weights: jax.Array, order: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`tokens_of` and `_scale`. Of few assignments they are found as `order` is, and that is not: two kernels of XLA's less."""
+
+    def many(weights: jax.Array, order: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return tokens_of(order, positions), _scale(weights, order)
+
+    def few(weights: jax.Array, order: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        each = jnp.int32(max(positions.shape[1], 1))
+        of_tokens = lax.div(jnp.arange(order.size, dtype=jnp.int32), each)
+        tokens, scale = in_places(positions.reshape(-1), of_tokens, weights.reshape(-1))
+        return tokens, scale.astype(np.promote_types(scale.dtype, np.float32))
+
+    run = of_few(few, many) if are_few(order.size, order.size) else many
+    found: tuple[jax.Array, jax.Array] = run(weights, order, positions)
+    return found
 
 
 def _down(
@@ -562,13 +573,13 @@ def _layer_forward(call: _Call, x: jax.Array, weights: jax.Array, *arrays: jax.A
     refuse_8_bits("moe", "mgpu_ops.fp8_moe", x, w_gate, w_up, w_down)
     rows = rows_of_tokens(x, tokens_of(order, positions), positions)
     hidden, gate, up = gated.kept(call.gated(x.dtype.name), rows, w_gate, w_up, sizes)
-    return _down(call, hidden, w_down, sizes, _scale(weights, order, positions), positions), (x, weights, *arrays, gate, up)
+    return _down(call, hidden, w_down, sizes, _scale(weights, order), positions), (x, weights, *arrays, gate, up)
 
 
 def _layer_backward(call: _Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     """One kernel for what the gradient of hidden is made into, one for the rows' gradient, three for those of the matrices."""
     x, weights, w_gate, w_up, w_down, sizes, order, positions, gate, up = saved
-    tokens, scale = tokens_of(order, positions), _scale(weights, order, positions)
+    tokens, scale = tokens_of(order, positions), _scale(weights, order)
     rows, g = (rows_of_tokens(of, tokens, positions) for of in (x, g.astype(x.dtype)))
     name, contraction = x.dtype.name, ragged_contraction.contraction
     gradients = grouped_matmul.gated_gradients(call.grouped(name, True, call.activation), g, w_down, sizes, gate, up, scale)
@@ -634,7 +645,7 @@ def _sums_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, None, None]:
 def _weighted_backward(saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, None, None]:
     rows, weights, order, positions = saved
     of_rows = rows_at(g, tokens_of(order, positions))
-    drows = of_rows * _scale(weights, order, positions)[:, None]
+    drows = of_rows * _scale(weights, order)[:, None]
     dscale = jnp.sum(of_rows * rows, 1)
     dweights = dscale.at[positions].get(unique_indices=True, mode="promise_in_bounds")
     return drows.astype(rows.dtype), dweights.astype(weights.dtype), None, None

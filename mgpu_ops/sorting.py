@@ -120,7 +120,7 @@ def counting_sort(keys: jax.Array, buckets: int) -> tuple[jax.Array, jax.Array]:
     def compared(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         return _places(keys), (keys[None] == _numbers(buckets)[:, None]).sum(1, dtype=jnp.int32)
 
-    found: tuple[jax.Array, jax.Array] = _of_few(compared, in_blocks)(keys)
+    found: tuple[jax.Array, jax.Array] = of_few(compared, in_blocks)(keys)
     return found
 
 
@@ -159,32 +159,34 @@ def _numbers(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)
 
 
-def in_places(positions: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Each array with its i-th element at positions[i], a permutation of 0 to its size - 1. Of few, by one kernel of XLA's."""
+def inverse(positions: jax.Array) -> jax.Array:
+    """Of a permutation of 0 to its size - 1."""
 
-    def scattered(positions: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        at = (jnp.zeros_like(x).at[positions] for x in arrays)
-        return tuple(x.set(y, unique_indices=True, mode="promise_in_bounds") for x, y in zip(at, arrays, strict=True))
+    def scattered(positions: jax.Array) -> jax.Array:
+        positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
+        return jnp.zeros_like(counted).at[positions].set(counted, unique_indices=True, mode="promise_in_bounds")
 
-    def compared(positions: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        positions, counted, *given = mesh.same_mesh_axes(positions, _numbers(positions.size), *arrays)
-        here = positions[None] == counted[:, None]
-        return tuple(jnp.where(here, x[None], jnp.zeros((), x.dtype)).sum(1, dtype=x.dtype) for x in given)
+    def compared(positions: jax.Array) -> jax.Array:
+        return in_places(positions, _numbers(positions.size))[0]
 
     if not are_few(positions.size, positions.size):
-        return scattered(positions, *arrays)
-    found: tuple[jax.Array, ...] = _of_few(compared, scattered)(positions, *arrays)
+        return scattered(positions)
+    found: jax.Array = of_few(compared, scattered)(positions)
     return found
 
 
-def inverse(positions: jax.Array) -> jax.Array:
-    """Of a permutation of 0 to its size - 1."""
-    positions, counted = mesh.same_mesh_axes(positions, _numbers(positions.size))
-    return in_places(positions, counted)[0]
+def in_places(positions: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    """Each array with its i-th element at positions[i], a permutation of 0 to its size - 1: each place is compared with all.
+
+    A zero there has no sign.
+    """
+    positions, counted, *given = mesh.same_mesh_axes(positions, _numbers(positions.size), *arrays)
+    here = positions[None] == counted[:, None]
+    return [jnp.where(here, x[None], jnp.zeros((), x.dtype)).sum(1, dtype=x.dtype) for x in given]
 
 
-def _of_few(few: Callable[..., Any], many: Callable[..., Any]) -> Callable[..., Any]:
-    """`few`, but under vmap `many`: it may make them many."""
+def of_few(few: Callable[..., Any], many: Callable[..., Any]) -> Callable[..., Any]:
+    """`few`, but under vmap `many`: it may make them many. No gradient passes through."""
     function = jax.custom_batching.custom_vmap(few)
 
     @function.def_vmap

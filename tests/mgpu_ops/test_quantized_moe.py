@@ -505,3 +505,24 @@ def experts_of(x: Any = X, routed: Any = ROUTED, **changed: Any) -> jax.Array:
 def test_error_names_the_value_and_the_rule(call, error, message):
     with pytest.raises(error, match=f"(?s){message}"):
         call()
+
+
+def test_second_derivatives_by_the_logits_are_those_of_a_dense_layer(assert_near):
+    x, logits, top_k = normal(0, 3, D), normal(1, 3, 4), 2
+    w_gate_up, w_down = (normal(seed, 4, *shape) for seed, shape in ((2, (2 * HIDDEN, D)), (3, (D, HIDDEN))))
+    w_gate_up, w_down = (jnp.round(10 * w) for w in (w_gate_up, w_down))
+
+    def by_op(logits: jax.Array) -> jax.Array:
+        scales = jnp.full((4, 2 * HIDDEN), 0.01), jnp.full((4, D), 0.01)
+        return quantized_moe(x, logits, w_gate_up.astype(jnp.int8), w_down.astype(jnp.int8), *scales, top_k)
+
+    def dense(logits: jax.Array) -> jax.Array:
+        chosen = logits >= jnp.sort(logits, 1)[:, -top_k, None]
+        gate, up = jnp.split(jnp.einsum("td,ehd->teh", x, 0.01 * w_gate_up), 2, -1)
+        weights = jax.nn.softmax(jnp.where(chosen, logits, -jnp.inf))
+        return jnp.einsum("te,teh,edh->td", weights, jax.nn.silu(gate) * up, 0.01 * w_down)
+
+    def twice(layer: Any) -> jax.Array:
+        return jax.grad(lambda of: jnp.sum(jax.grad(lambda one: jnp.sum(layer(one) ** 2))(of) ** 2))(logits)
+
+    assert_near(twice(by_op), twice(dense), 1e-4)
