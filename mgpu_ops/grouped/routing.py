@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -59,7 +58,10 @@ def kernel(logits: jax.Array, top_k: int, normalised: bool, backend: str | None)
 
 
 def unless_mapped(few: Callable[..., jax.Array], many: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`few`; under vmap, which may make many of few, and for gradients `many`, of the same arrays and result."""
+    """`few`; under vmap, which may make many of few, and for gradients `many`, of the same arrays and result.
+
+    `many` is differentiated only by those of the arrays by which the call is: it may have no gradient of others.
+    """
 
     @jax.custom_batching.custom_vmap
     def once(*arrays: jax.Array) -> jax.Array:
@@ -69,6 +71,19 @@ def unless_mapped(few: Callable[..., jax.Array], many: Callable[..., jax.Array])
     def mapped(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
         return jax.vmap(many, [0 if one else None for one in batched], axis_size=size)(*arrays), True
 
+    def forward(*given: Any) -> tuple[jax.Array, Any]:
+        def of(*perturbed: jax.Array) -> jax.Array:
+            some = iter(perturbed)
+            return many(*(next(some) if one.perturbed else one.value for one in given))
+
+        out, back = jax.vjp(of, *(one.value for one in given if one.perturbed))
+        return out, (back, tuple(() if one.perturbed else None for one in given))  # which, without an array to keep
+
+    def backward(saved: Any, g: jax.Array) -> tuple[Any, ...]:
+        back, perturbed = saved
+        some = iter(back(g))
+        return tuple(None if one is None else next(some) for one in perturbed)
+
     run = jax.custom_vjp(once)
-    run.defvjp(functools.partial(jax.vjp, many), lambda back, g: back(g))
+    run.defvjp(forward, backward, symbolic_zeros=True)
     return run

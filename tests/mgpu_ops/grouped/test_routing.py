@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mgpu_ops import moe, moe_dispatch, moe_route
+from mgpu_ops import moe, moe_dispatch, moe_route, quantized_moe
 from mgpu_ops.core import aot, gpu
 from mgpu_ops.grouped import routing, routing_kernel
 from tests.arrays import normal
@@ -74,6 +74,25 @@ def test_a_layer_of_one_token_is_that_of_xla_also_mapped_and_differentiated(asse
     gradients = [jax.grad(functools.partial(loss, backend=backend), (0, 1, 4)) for backend in ("interpret", "xla")]
     for found, wanted in zip(*(gradient(*arrays) for gradient in gradients), strict=True):
         assert_near(found, wanted, 2e-2)
+
+
+def test_a_layer_of_8_bits_is_that_of_xla_and_has_the_gradients_that_it_has_there(assert_near):
+    x, logits, *_ = layer(1)
+    w_gate_up, w_down = (
+        jnp.round(40 * normal(seed, *shape)).astype(jnp.int8) for seed, shape in ((5, (4, 128, 64)), (6, (4, 64, 64)))
+    )
+    scales = jnp.full((4, 128), 0.01), jnp.full((4, 64), 0.01)
+
+    def run(x: jax.Array, logits: jax.Array, *scales: jax.Array, backend: Any) -> jax.Array:
+        return quantized_moe(x, logits, w_gate_up, w_down, *scales, top_k=2, backend=backend).astype(F32)
+
+    by_kernel, by_xla = (functools.partial(run, backend=backend) for backend in ("interpret", "xla"))
+    assert_near(by_kernel(x, logits, *scales), by_xla(x, logits, *scales), 8e-3)
+    found, wanted = (jax.grad(lambda *of, f=f: jnp.sum(f(*of, *scales) ** 2), (0, 1))(x, logits) for f in (by_kernel, by_xla))
+    for one, other in zip(found, wanted, strict=True):
+        assert_near(one, other, 2e-2)
+    with pytest.raises(ValueError, match="no gradient of scales"):
+        jax.grad(lambda *scales: jnp.sum(by_kernel(x, logits, *scales)))(*scales)
 
 
 def test_layers_of_one_token_route_by_the_kernel_and_mapped_ones_do_not():
