@@ -10,7 +10,7 @@ import numpy as np
 
 from mgpu_ops.core import gpu, mesh
 from mgpu_ops.core.limits import WARP
-from mgpu_ops.registry import capture
+from mgpu_ops.registry import capture, partition
 
 _MOST_TOKENS = 1  # the kernel takes more, which is shown in the interpreter alone
 _MOST = 1 << 14  # of tokens times top_k times experts: a warp does all, and the kernel has code for each
@@ -43,7 +43,7 @@ def kernel(logits: jax.Array, top_k: int, normalised: bool, backend: str | None)
         return None
     if logits.dtype != np.float32 or top_k > WARP or tokens * top_k * experts > _MOST:
         return None
-    if mesh.is_for_several_devices() or backend == "xla":
+    if backend == "xla" or mesh.is_for_several_devices() or partition.applies(backend, logits):  # XLA could not split it
         return None
     device = gpu.current()
     if backend != "interpret" and (device is None or device.architecture != "hopper"):

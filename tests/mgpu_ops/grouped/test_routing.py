@@ -117,6 +117,13 @@ def test_many_tokens_other_floats_and_machines_without_such_a_gpu_have_no_such_k
         assert routing.kernel(few, 2, True, None) is None
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_process_with_several_gpus_leaves_routing_to_xla_which_may_split_the_program(devices, monkeypatch):
+    monkeypatch.setattr(gpu, "current", lambda: gpu.find("h200"))
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    assert (routing.kernel(jnp.zeros((1, 8), F32), 2, True, None) is None) == (devices > 1)
+
+
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (1, 512, 32)])
 def test_the_kernel_compiles_without_spills(tokens, experts, top_k):
