@@ -111,8 +111,9 @@ def moe(
         return _of_sorted(call, *mesh.same_mesh_axes(x, *checked[3:], *found))
 
     matrices = matrices_of("moe", w_gate, w_up, w_down)
-    by_kernel = functools.partial(routing.kernel, backend=call.backend), of_sorted
-    return routed("moe", of_routed, x, router_logits, matrices, top_k, norm_topk_prob, by_kernel=by_kernel)
+    return routed(
+        "moe", of_routed, x, router_logits, matrices, top_k, norm_topk_prob, of_sorted=of_sorted, backend=call.backend
+    )
 
 
 def matrices_of(op: str, *given: ArrayLike) -> dict[str, jax.Array]:
@@ -129,12 +130,13 @@ def routed(
     top_k: int,
     norm_topk_prob: bool,
     dimensions: str = MATRICES,
-    by_kernel: tuple[Callable[..., routing.Route | None], Callable[..., jax.Array]] | None = None,
+    of_sorted: Callable[..., jax.Array] | None = None,
+    backend: dispatch.Backend | None = None,
 ) -> jax.Array:
     """A layer of x, logits and the experts' arrays: `of_routed` of x [tokens, d], weights, experts and those arrays.
 
-    matrices: by name, the first one [experts, ., .]. dimensions: of all of them, for a `partition.Rule`. by_kernel:
-    `routing.kernel`, and the layer of x, what it finds and the arrays.
+    matrices: by name, the first one [experts, ., .]. dimensions: of all of them, for a `partition.Rule`. of_sorted: the layer
+    of x, a `routing.Sorted` and the arrays, where `routing.kernel` with the backend makes one.
     """
     x, logits = floats.array(op, "x", x), floats.array(op, "router_logits", router_logits)
     if not x.ndim or not logits.ndim or x.shape[:-1] != logits.shape[:-1]:
@@ -152,12 +154,11 @@ def routed(
 
         tokens, run = math.prod(x.shape[:-1]), of_rows
         rows, of_tokens = (of.reshape(tokens, of.shape[-1]) for of in (x, logits))
-        if by_kernel is not None:
+        if of_sorted is not None:
             _check_top_k(top_k, logits.shape[-1])
-            find, of_sorted = by_kernel
-            route = find(of_tokens, int(top_k), flags.checked("norm_topk_prob", norm_topk_prob))
+            route = routing.kernel(of_tokens, int(top_k), flags.checked("norm_topk_prob", norm_topk_prob), backend)
             if route is not None:
-                run = routing.unless_mapped(lambda x, logits, *matrices: of_sorted(x, route(logits), *matrices), of_rows)
+                run = routing.of_few(lambda x, logits, *matrices: of_sorted(x, route(logits), *matrices), of_rows)
         return run(rows, of_tokens, *matrices).reshape(x.shape)
 
     def rule(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> partition.Rule:

@@ -7,6 +7,7 @@ routing weights are factors in XLA's sum of a token's rows.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -100,16 +101,17 @@ def quantized_moe(
         if zero_points is not None:
             name = f"{product}_zero_points"
             given[name] = floats.zero_points(op, name, zero_points, given[f"w_{product}"].dtype)
-    options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
+    options = activation, spread, dispatch.requested_backend(backend)
 
     def of_routed(x: jax.Array, weights: jax.Array, experts: jax.Array, *arrays: jax.Array) -> jax.Array:
-        return quantized_moe_experts(x, weights, experts, **options | dict(zip(given, arrays, strict=True)))
+        return _experts((x, weights, experts), dict(zip(given, arrays, strict=True)), *options)
 
     def of_sorted(x: jax.Array, found: routing.Sorted, *arrays: jax.Array) -> jax.Array:
-        return _experts(x, *found.unknown(), **options | dict(zip(given, arrays, strict=True)), found=found)
+        return _experts((x, *found.unknown()), dict(zip(given, arrays, strict=True)), *options, found=found)
 
-    by_kernel = functools.partial(routing.kernel, backend=dispatch.requested_backend(backend)), of_sorted
-    return routed(op, of_routed, x, router_logits, given, top_k, norm_topk_prob, _dimensions(given), by_kernel)
+    return routed(
+        op, of_routed, x, router_logits, given, top_k, norm_topk_prob, _dimensions(given), of_sorted, backend=options[-1]
+    )
 
 
 def quantized_moe_experts(
@@ -153,43 +155,33 @@ def quantized_moe_experts(
       >>> mgpu_ops.quantized_moe_experts(x, weights, experts, w_gate_up, w_down, jnp.ones((8, 512)), jnp.ones((8, 128))).shape
       (4, 128)
     """
-    options: dict[str, Any] = {"activation": activation, "spread": spread, "backend": backend}
-    options |= {"gate_up_zero_points": gate_up_zero_points, "down_zero_points": down_zero_points}
-    options |= {"num_experts": num_experts, "group_offset": group_offset}
-    return _experts(x, weights, experts, w_gate_up, w_down, gate_up_scales, down_scales, **options)
+    arrays: dict[str, ArrayLike | None] = {"w_gate_up": w_gate_up, "w_down": w_down}
+    arrays |= {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+    arrays |= {"gate_up_zero_points": gate_up_zero_points, "down_zero_points": down_zero_points}
+    return _experts((x, weights, experts), arrays, activation, spread, backend, share=(num_experts, group_offset))
 
 
 def _experts(
-    x: ArrayLike,
-    weights: ArrayLike,
-    experts: ArrayLike,
-    w_gate_up: ArrayLike,
-    w_down: ArrayLike,
-    gate_up_scales: ArrayLike,
-    down_scales: ArrayLike,
-    *,
-    gate_up_zero_points: ArrayLike | None = None,
-    down_zero_points: ArrayLike | None = None,
-    num_experts: int | None = None,
-    group_offset: ArrayLike | None = None,
+    tokens: tuple[ArrayLike, ArrayLike, ArrayLike],
+    of_experts: Mapping[str, Any],
     activation: Activation | None,
     spread: Spread,
     backend: dispatch.Backend | None,
+    share: tuple[int | None, ArrayLike | None] = (None, None),
     found: routing.Sorted | None = None,
 ) -> jax.Array:
-    """`quantized_moe_experts`. found: the tokens sorted by expert, in place of weights and experts."""
-    op = "quantized_moe_experts"
+    """`quantized_moe_experts` of (x, weights, experts), matrices, scales and zero points by name, (num_experts, group_offset).
+
+    found: the tokens sorted by expert, in place of weights and experts.
+    """
+    op, (x, weights, experts) = "quantized_moe_experts", tokens
     (x,) = checked_operands(op, ("x", x, 2))
-    given = _checked_matrices(op, x, w_gate_up, w_down)
+    given = _checked_matrices(op, x, of_experts["w_gate_up"], of_experts["w_down"])
     own, both, d = given["w_gate_up"].shape
-    of_tokens, offset, count = checked_routing(
-        op, x, weights, experts, ("w_gate_up", given["w_gate_up"]), num_experts, group_offset
-    )
-    for product, scales, zero_points, sides in (
-        ("gate_up", gate_up_scales, gate_up_zero_points, (own, d, both)),
-        ("down", down_scales, down_zero_points, (own, both // 2, d)),
-    ):
+    of_tokens, offset, count = checked_routing(op, x, weights, experts, ("w_gate_up", given["w_gate_up"]), *share)
+    for product, sides in (("gate_up", (own, d, both)), ("down", (own, both // 2, d))):
         names, of = (f"{product}_scales", f"{product}_zero_points"), given[f"w_{product}"].dtype
+        scales, zero_points = (of_experts.get(name) for name in names)
         given |= dict(zip(names, checked_scales(op, scales, zero_points, of, sides, f"{product}_"), strict=False))
     activation, backend = checked_activation(activation), dispatch.requested_backend(backend)
     call = quantized_grouped.Call(True, x.dtype.name, checked_spread(spread), None, backend, group_offset=False)
@@ -219,9 +211,9 @@ def _experts(
 
     if found is not None:
         x, *arrays = mesh.same_mesh_axes(x, *found, *given.values())
-        tokens, sorted_weights, sizes, positions = arrays[:4]
-        out = products(rows_of_tokens(x, tokens, positions), sizes, *arrays[4:])
-        return weighted_sums(out, sorted_weights[positions], tokens, positions).astype(x.dtype)
+        of_rows, sorted_weights, sizes, positions = arrays[:4]
+        out = products(rows_of_tokens(x, of_rows, positions), sizes, *arrays[4:])
+        return weighted_sums(out, sorted_weights[positions], of_rows, positions).astype(x.dtype)
     rule = functools.partial(rule_of_experts, op, dimensions=_dimensions(given))
     result: jax.Array = partition.with_first(layer, rule, 3, x, *of_tokens, *given.values(), *offset)
     return result

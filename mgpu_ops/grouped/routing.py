@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from mgpu_ops import sorting
 from mgpu_ops.core import gpu, mesh
 from mgpu_ops.core.limits import WARP
 from mgpu_ops.registry import capture, partition
@@ -57,19 +58,11 @@ def kernel(logits: jax.Array, top_k: int, normalised: bool, backend: str | None)
     return route
 
 
-def unless_mapped(few: Callable[..., jax.Array], many: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+def of_few(few: Callable[..., jax.Array], many: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`few`; under vmap, which may make many of few, and for gradients `many`, of the same arrays and result.
 
     `many` is differentiated only by those of the arrays by which the call is: it may have no gradient of others.
     """
-
-    @jax.custom_batching.custom_vmap
-    def once(*arrays: jax.Array) -> jax.Array:
-        return few(*arrays)
-
-    @once.def_vmap
-    def mapped(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
-        return jax.vmap(many, [0 if one else None for one in batched], axis_size=size)(*arrays), True
 
     def forward(*given: Any) -> tuple[jax.Array, Any]:
         def of(*perturbed: jax.Array) -> jax.Array:
@@ -84,6 +77,6 @@ def unless_mapped(few: Callable[..., jax.Array], many: Callable[..., jax.Array])
         some = iter(back(g))
         return tuple(None if one is None else next(some) for one in perturbed)
 
-    run = jax.custom_vjp(once)
+    run = jax.custom_vjp(sorting.of_few(few, many))
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
