@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import jax
@@ -56,11 +55,10 @@ def layer(tokens: int) -> list[jax.Array]:
     return [normal(i, *shape, dtype=F32 if i == 1 else BF16) for i, shape in enumerate(shapes)]
 
 
-def kernels(function: Any, *arrays: jax.Array) -> list[str]:
-    """The names of those that a call launches on an H200."""
+def traced(function: Any, *arrays: jax.Array) -> str:
+    """A call as it is traced for an H200, with the names of the kernels that it launches."""
     with gpu.target("h200"):
-        traced = str(jax.make_jaxpr(function)(*arrays))
-    return re.findall(r"kernel_name=(\w+)", traced) or re.findall(r"name=(mgpu_ops_\w+)", traced)
+        return str(jax.make_jaxpr(function)(*arrays))
 
 
 def test_a_layer_of_one_token_is_that_of_xla_also_mapped_and_differentiated(assert_near):
@@ -98,11 +96,11 @@ def test_a_layer_of_8_bits_is_that_of_xla_and_has_the_gradients_that_it_has_ther
 def test_layers_of_one_token_route_by_the_kernel_and_mapped_ones_do_not():
     x, logits, *matrices = layer(1)
     run = functools.partial(moe, top_k=2)
-    assert "mgpu_ops_moe_route" in kernels(run, x, logits, *matrices)
+    assert "mgpu_ops_moe_route" in traced(run, x, logits, *matrices)
     mapped = jax.vmap(lambda x, logits: run(x, logits, *matrices))
-    assert "mgpu_ops_moe_route" not in kernels(mapped, x[None], logits[None])
-    assert "mgpu_ops_moe_route" not in kernels(run, *layer(3))
-    assert "mgpu_ops_moe_route" not in kernels(jax.grad(lambda x: run(x, logits, *matrices).astype(F32).sum()), x)
+    assert "mgpu_ops_moe_route" not in traced(mapped, x[None], logits[None])
+    assert "mgpu_ops_moe_route" not in traced(run, *layer(3))
+    assert "mgpu_ops_moe_route" not in traced(jax.grad(lambda x: run(x, logits, *matrices).astype(F32).sum()), x)
 
 
 def test_many_tokens_other_floats_and_machines_without_such_a_gpu_have_no_such_kernel():
