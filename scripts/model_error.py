@@ -41,6 +41,7 @@ FEW_TILES = (
     "2026-11-29-h200-matmul-few-tiles-margin.jsonl",
 )
 DECODING = "2026-11-30-h200-matmul-decoding.jsonl.gz"
+UP_TO_64_ROWS = "2026-11-30-h200-matmul-17-to-64-rows.jsonl.gz"
 ROUTERS = "2026-11-30-h200-matmul-routers.jsonl"
 EIGHT_BITS = "2026-11-29-h200-matmul-8-bits.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
@@ -99,6 +100,7 @@ def measured() -> list[Measured]:
         *_timed("65 to 3000 rows, cold", MID_ROWS, now=True),
         *_timed("few tiles, cold", *FEW_TILES, now=True),
         *_decoding(),
+        *_timed("17 to 64 rows, cold", UP_TO_64_ROWS, now=True),
         *_timed("routers, cold", ROUTERS, now=True),
         *_timed("8 bits, cold", EIGHT_BITS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
@@ -370,9 +372,8 @@ def gains(of_set: Sequence[Measured]) -> list[tuple[bool, float]]:
     return found
 
 
-def calls(op: str, source: str, of_set: Sequence[Measured]) -> str:
-    """What a call without an entry gains: with the config that the model chooses, or the baseline."""
-    found = gains(of_set)
+def calls(op: str, source: str, found: Sequence[tuple[bool, float]]) -> str:
+    """What calls without an entry gain, by their `gains`: with the config that the model chooses, or the baseline."""
     ratios = [ratio for _, ratio in found]
     mean = np.exp(np.mean(np.log(ratios)))
     return (
@@ -402,8 +403,9 @@ _COLOURS = (
     "#c9a227",
     "#5f9ea0",
     "#c2b280",
+    "#7fb069",
 )
-_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", (4, 1))  # the last is a star of four points
+_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", (4, 1), (3, 1))  # the last are stars of four and three points
 _ACROSS = 3
 
 
@@ -472,7 +474,9 @@ if __name__ == "__main__":
     for one in shown:
         print(one)
     for (op, source), of_set in by_source(every).items():
-        if SPECS[op].baseline_cost and source not in ("sweeps", "calls on an H100"):  # these had entries, or chose already
-            print(calls(op, source, of_set))
+        if not SPECS[op].baseline_cost or source in ("sweeps", "calls on an H100"):  # these had entries, or chose already
+            continue
+        if found := gains(of_set):
+            print(calls(op, source, found))
     if arguments.picture:
         picture(shown, arguments.picture)

@@ -42,7 +42,7 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
         *("ping-pong, cold", "deferred, cold", "suite anywhere, cold", "few rows, cold", "float32, cold"),
         *("calls on an H100", "drawn with alternatives, cold", "128 to 2048 rows, cold", "drawn with a residual, warm"),
         "65 to 3000 rows, cold",
-        *("few tiles, cold", "8 bits, cold", "decoding, cold", "routers, cold"),
+        *("few tiles, cold", "8 bits, cold", "decoding, cold", "routers, cold", "17 to 64 rows, cold"),
     }
     assert {(op, "short tiles, warm") for op in ("grouped_matmul", "gated_grouped_matmul")} <= sources
 
@@ -56,7 +56,7 @@ def test_each_source_of_an_op_has_a_look_of_its_own_in_the_picture() -> None:
 def test_no_drawn_product_with_a_residual_runs_what_was_slower_by_3_percent() -> None:
     found = model_error.by_source(model_error.measured())["matmul", "drawn with a residual, warm"]
     assert len(found) == 40
-    assert model_error.calls("matmul", "drawn with a residual, warm", found).endswith("below 0.97 in 0")
+    assert model_error.calls("matmul", "drawn with a residual, warm", model_error.gains(found)).endswith("below 0.97 in 0")
 
 
 def ahead(holds: Callable[[Any], bool], low: float, high: float) -> list[float]:
@@ -137,7 +137,7 @@ def test_where_the_baseline_computes_something_else_a_call_runs_the_kernel() -> 
     for problem in (plain, spec.Problem(1, 4096, 4096, 8, 8, 128, bias="bfloat16")):
         slow = (spec.default(problem, H200), 1e6 * spec.cost(problem, spec.default(problem, H200), H200))
         found.append(Measured("flash_attention", "made up", problem, [slow], 1.0))
-    assert "runs the kernel in 2 of 2 problems" in model_error.calls("flash_attention", "made up", found)
+    assert "runs the kernel in 2 of 2 problems" in model_error.calls("flash_attention", "made up", model_error.gains(found))
 
 
 def test_a_call_without_an_entry_gains_what_the_kernel_gains_where_it_is_expected_to() -> None:
@@ -146,7 +146,7 @@ def test_a_call_without_an_entry_gains_what_the_kernel_gains_where_it_is_expecte
     times = [(spec.default(padded, H200), 10.0)]
     found = [Measured("matmul", "made up", padded, times, 40.0)]
     found.append(Measured("matmul", "made up", plain, [(spec.default(plain, H200), 200.0)], 100.0))
-    assert "runs the kernel in 1 of 2 problems" in (told := model_error.calls("matmul", "made up", found))
+    assert "runs the kernel in 1 of 2 problems" in (told := model_error.calls("matmul", "made up", model_error.gains(found)))
     assert told.endswith("mean 2.000, worst 1.000, below 0.97 in 0")
 
 

@@ -64,6 +64,7 @@ _MOST_TURNED = {128: 240, 256: 104}  # columns of such a tile of so many rows, o
 _SHORT_K = 128  # up to which no store is deferred by default, but with a residual
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
+_PART_COLUMNS = (64, 128)  # of tiles that have a part of few rows
 _SMALLEST = 64  # rows and columns of the tile that no two consumers share: each would read all of A (docs/kernels/matmul.md)
 _ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most; twice as many where k is long
 _SPLITS = (
@@ -218,7 +219,7 @@ def _shapes(problem: Problem, gpu: Gpu) -> Iterator[Config]:
         more = (("none", parts),) if parts > 1 and ("none", parts) not in _SPLITS else ()
         divided.append((tile, _DIVISIONS, (*_SPLITS, *more)))
     divided += [((m, n, _line(problem)), _DIVISIONS, _SPLITS[:5]) for m, n in _fitted(problem, gpu)]
-    divided += [((m, _SMALLEST, _line(problem)), _DIVISIONS, _SPLITS[:1]) for m in _parts_of_few_rows(problem)]
+    divided += _parts_as_tiles(problem)
     for (tile_m, tile_n, tile_k), divisions, splits in divided:
         shape = _shape(tile_m, tile_n, tile_k)
         for warpgroups, wg_dimension in divisions:
@@ -291,6 +292,18 @@ def _parts_of_few_rows(problem: Problem) -> Iterator[int]:
     """
     if _has_all_schedules(problem):
         yield from (rows for rows in _rows_of_parts(problem, least=2) if _FEW_ROWS[1] <= rows <= _FEW_ROWS[-1])
+
+
+def _parts_as_tiles(p: Problem) -> Iterator[tuple[tuple[int, int, int], Sequence[tuple[int, str]], Sequence[tuple[str, int]]]]:
+    """Tiles of `_parts_of_few_rows`, how consumers divide them, and clusters: those that were fast in products so timed."""
+    line = _line(p)
+    for m in _parts_of_few_rows(p):
+        if p.m > gemm.ROWS:
+            yield (m, _SMALLEST, line), _DIVISIONS, _SPLITS[:1]
+            continue
+        halves = 2 * m >= p.m
+        splits = _SPLITS[: 2 if halves and min(alignments(p)) == 128 else 1]
+        yield from (((m, n, k), _DIVISIONS[2:], splits) for n in _PART_COLUMNS[: 1 + halves] for k in (line, 2 * line))
 
 
 def _rows_of_parts(p: Problem, least: int = 1) -> Iterator[int]:

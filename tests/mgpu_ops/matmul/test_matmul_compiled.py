@@ -45,8 +45,12 @@ def test_an_epilogue_takes_one_or_two_slow_instructions_an_element_and_no_spills
 
 @pytest.mark.parametrize(
     "problem",
-    [MatmulProblem(70, 1792, 2200), MatmulProblem(962, 1280, 3072, layout="nt", residual=True)],
-    ids=["parts of few rows", "a residual"],
+    [
+        MatmulProblem(70, 1792, 2200),
+        MatmulProblem(64, 3584, 18944, residual=True),
+        MatmulProblem(962, 1280, 3072, layout="nt", residual=True),
+    ],
+    ids=["parts of few rows", "halves of few rows share B", "a residual"],
 )
 def test_defaults_of_few_tiles_have_the_next_step_in_flight_and_do_not_spill(problem):
     config = MATMUL.default(problem, H200)

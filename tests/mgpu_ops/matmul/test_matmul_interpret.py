@@ -157,6 +157,10 @@ CASES = {
         P(70, 328, 264, residual=True),
         replace(FEW_ROWS, tile_m=24, max_concurrent_steps=3, schedule="ahead"),
     ),
+    "transposed, halves of the rows share B": (
+        P(64, 192, 320, residual=True),
+        replace(FEW_ROWS, tile_m=32, tile_k=128, cluster="m", schedule="ahead"),
+    ),
     "transposed, A transposed": (P(40, 200, 136, layout="tn"), replace(FEW_ROWS, tile_m=32)),
     "rows of A shorter than a line, steps of k rotated": (P(24, 456, 328, layout="tn"), replace(FEW_ROWS, tile_m=32)),
     "transposed, both transposed, raster along n": (
