@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ _WARPGROUPS = 4  # at most: one warp hides the latency of another, and all have 
 _UNROLLED = 64  # keys of a thread times choices, at most, where the choices are no loop
 _CHOSEN = -(2**31)  # the key of a token's first choice once it is found; that of its k-th is larger by k
 _NONE = _CHOSEN + WARP  # the key of no expert, less than those of all logits
-_COUNT = 1 << 16  # from this bit on: how many of the warp's tokens have had an expert. Below: where the expert lies
+_COUNT = 16  # from this bit on: how many of the warp's tokens have had an expert. Below: where the expert lies
 
 
 def launch(logits: jax.Array, top_k: int, normalised: bool, *, interpret: bool = False) -> tuple[jax.Array, ...]:
@@ -94,12 +94,17 @@ class _Shape:
         """Experts of a thread, at most."""
         return math.ceil(self.experts / WARP)
 
+    @property
+    def across(self) -> int:
+        """Threads for the choices of a token."""
+        return 1 << (self.top_k - 1).bit_length()
+
     def scratch(self) -> dict[str, Any]:
         """The barrier, and what a warpgroup has in shared memory. An expert lies there as in `_Warp.slot`.
 
         counts: of each expert a byte for each warp, how many of its tokens have it.
         begins: of each warp and expert, the place of the warp's first assignment to it.
-        chosen: of each warp, token and choice, where the expert lies, and from _COUNT on how many tokens of the warp before it
+        chosen: of each warp, token and choice, where the expert lies, and from bit _COUNT on, how many of the warp's tokens before
           have it too.
         totals: of each warp and token, the sum over all experts, as bits.
         """
@@ -114,6 +119,17 @@ class _Shape:
             "chosen": words(self.each * self.top_k),
             **({} if self.normalised else {"totals": words(self.each)}),
         }
+
+
+class _Assignment(NamedTuple):
+    """A token's choice, where the expert lies, how many of the warp's tokens before have it too. here: whether it is one."""
+
+    token: jax.Array
+    choice: jax.Array
+    slot: jax.Array
+    earlier: jax.Array
+    weight: jax.Array
+    here: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +177,14 @@ class _Warp:
             keys = _marked(keys, s.top_k)
             for slot, key in zip(slots, keys, strict=True):
                 lanes.store(self.shared["chosen"], token * s.top_k + (key - _CHOSEN), slot, key < _NONE)
-            return [jnp.where(key < _NONE, slot + _COUNT, slot) for slot, key in zip(slots, keys, strict=True)], following
+            return [
+                jnp.where(key < _NONE, slot + (1 << _COUNT), slot) for slot, key in zip(slots, keys, strict=True)
+            ], following
 
         slots = [self.slot(i) for i in range(s.share)]
         slots, _ = lax.fori_loop(0, self.count, of_token, (slots, self._read(jnp.int32(0))))
         for i, slot in enumerate(slots):
-            lanes.store(self.shared["counts"], self.slot(i) * _WARPS + self.own, slot >> 16, always)
+            lanes.store(self.shared["counts"], self.slot(i) * _WARPS + self.own, slot >> _COUNT, always)
 
     def _read(self, i: jax.Array) -> list[jax.Array]:
         """The bits of this thread's logits of the warp's i-th token, or of some other where it has none."""
@@ -186,30 +204,41 @@ class _Warp:
 
     def sort(self, counts: Any, of_tokens: Any, of_weights: Any, sizes: Any, places: Any) -> None:
         """Stores what `launch` returns of the warp's tokens. counts: of all warpgroups."""
-        s, number, readable = self.shape, lanes.number(), lanes.readable(self.logits)
+        s, outs = self.shape, (of_tokens, of_weights, places)
+        at_once = WARP // s.across
+        if s.each <= at_once:  # weights and sums are computed at the same time
+            assignments = self._weigh(jnp.int32(0))
+            self._begin(counts, sizes)
+            self._store(assignments, *outs)
+            return
         self._begin(counts, sizes)
-        across = 1 << (s.top_k - 1).bit_length()  # threads for a token, of which there are several at once
-        at_once = WARP // across
+        times = lax.div(self.count + at_once - 1, jnp.int32(at_once))
+        lax.fori_loop(0, times, lambda i, _: self._store(self._weigh(i * at_once), *outs), None)
 
-        def of_tokens_at_once(i: jax.Array, _: None) -> None:
-            token, choice = i * at_once + (number >> across.bit_length() - 1), number & across - 1
-            here = (token < self.count) & (choice < s.top_k)
-            token, choice = jnp.where(here, token, 0), jnp.where(here, choice, 0)
-            chosen = lanes.load(self.shared["chosen"], (self.own * s.each + token) * s.top_k + choice)
-            slot, earlier, token_of_all = chosen & _COUNT - 1, chosen >> 16, self.first + token
-            logit = readable[token_of_all * s.experts + (slot & WARP - 1) * s.share + (slot >> 5)]
-            place = lanes.load(self.shared["begins"], self.own * WARP * s.share + slot) + earlier
-            top = lanes.float_of(lanes.of_lane(lanes.bits_of(logit), number & -across))
-            weight = jnp.where(here, jnp.exp(logit - top), 0.0)
-            if s.normalised:
-                total = lanes.total(weight, across)
-            else:
-                total = lanes.float_of(lanes.load(self.shared["totals"], self.own * s.each + token))
-            lanes.store(of_tokens, place, token_of_all, here)
-            lanes.store(of_weights, place, weight / total, here)
-            lanes.store(places, token_of_all * s.top_k + choice, place, here)
+    def _weigh(self, first: jax.Array) -> _Assignment:
+        """The assignment of this thread, of those of the warp's tokens from `first` on: of as many as there are threads for."""
+        s, number, readable = self.shape, lanes.number(), lanes.readable(self.logits)
+        token, choice = first + (number >> s.across.bit_length() - 1), number & s.across - 1
+        here = (token < self.count) & (choice < s.top_k)
+        local, of_all = (jnp.where(here, t, 0) for t in (self.own * s.each + token, self.first + token))
+        choice = jnp.where(here, choice, 0)
+        chosen = jnp.where(here, lanes.load(self.shared["chosen"], local * s.top_k + choice), 0)
+        slot = chosen & (1 << _COUNT) - 1
+        logit = readable[of_all * s.experts + (slot & WARP - 1) * s.share + (slot >> WARP.bit_length() - 1)]
+        top = lanes.float_of(lanes.of_lane(lanes.bits_of(logit), number & -s.across))
+        weight = jnp.where(here, jnp.exp(logit - top), 0.0)
+        if s.normalised:
+            total = lanes.total(weight, s.across)
+        else:
+            total = lanes.float_of(lanes.load(self.shared["totals"], local))
+        return _Assignment(of_all, choice, slot, chosen >> _COUNT, weight / total, here)
 
-        lax.fori_loop(0, lax.div(self.count + at_once - 1, at_once), of_tokens_at_once, None)
+    def _store(self, of: _Assignment, of_tokens: Any, of_weights: Any, places: Any) -> None:
+        s = self.shape
+        place = lanes.load(self.shared["begins"], self.own * WARP * s.share + of.slot) + of.earlier
+        lanes.store(of_tokens, place, of.token, of.here)
+        lanes.store(of_weights, place, of.weight, of.here)
+        lanes.store(places, of.token * s.top_k + of.choice, place, of.here)
 
     def _begin(self, counts: Any, sizes: Any) -> None:
         """Stores the sizes of groups, and in shared memory where the warp's own tokens begin in each."""
