@@ -104,8 +104,8 @@ class _Shape:
 
         counts: of each expert a byte for each warp, how many of its tokens have it.
         begins: of each warp and expert, the place of the warp's first assignment to it.
-        chosen: of each warp, token and choice, where the expert lies, and from bit _COUNT on, how many of the warp's tokens before
-          have it too.
+        chosen: of each warp, token and choice, where the expert lies, and from bit _COUNT on how many tokens before have it, of
+          the warp's.
         totals: of each warp and token, the sum over all experts, as bits.
         """
 
