@@ -110,6 +110,39 @@ class Accumulators(ScratchType):
         return _Simulated(scratch) if interpret else _Registers(self.shapes, self.dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class BlockBarrier(ScratchType):
+    """Scratch type: a barrier of all threads of a block of so many warpgroups. They call `wait` of what a kernel receives.
+
+    After it each sees what the others have stored before in shared memory.
+    """
+
+    warpgroups: int
+
+    def scratch(self, interpret: bool) -> list[Any]:
+        return [plgpu.Barrier(num_arrivals=self.warpgroups)] if interpret else []
+
+    def handle(self, scratch: list[Any], received: Any, interpret: bool) -> _BlockBarrier:
+        return _BlockBarrier(scratch)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockBarrier:
+    scratch: list[Any]
+
+    def wait(self) -> None:
+        if interpreting():
+            plgpu.barrier_arrive(*self.scratch)
+            plgpu.barrier_wait(*self.scratch)
+            return
+
+        @plgpu.inline_mgpu()
+        def barrier(_: Any) -> None:
+            mosaic.inline_ptx("bar.sync 0;", has_side_effects=True)
+
+        barrier()
+
+
 class _Registers:
     def __init__(self, shapes: tuple[tuple[int, int], ...], dtype: Any):
         self._shapes, self._dtype = shapes, dtype

@@ -1,7 +1,7 @@
 """A mixture-of-experts layer: routing, tokens sorted by expert, gated experts, and the weighted sum back to tokens.
 
 `moe` is the layer; its parts are public as well: `moe_route`, `moe_dispatch`, `moe_experts`, `moe_combine`. The products are
-kernels (`gated_grouped_matmul`, and `grouped_matmul` with the routing weights as `row_scale`), and for one token routing and
+kernels (`gated_grouped_matmul`, and `grouped_matmul` with the routing weights as `row_scale`), and for few tokens routing and
 sort; the rest is XLA's, without a scatter-add, so that the same inputs give the same bits. An assignment is a token and one of
 its experts; there are tokens x top_k of them, and nothing larger than their rows is made.
 """

@@ -13,8 +13,8 @@ from mgpu_ops.core import gpu, mesh
 from mgpu_ops.core.limits import WARP
 from mgpu_ops.registry import capture, partition
 
-_MOST_TOKENS = 1  # the kernel takes more, which is shown in the interpreter alone
-_MOST = 1 << 14  # of tokens times top_k times experts: a warp does all, and the kernel has code for each
+_MOST_TOKENS = 64  # the kernel takes up to 255, ever longer: one block does all
+_MOST_EXPERTS = 512  # more would not fit in the registers of its threads
 
 
 class Sorted(NamedTuple):
@@ -42,7 +42,7 @@ def kernel(logits: jax.Array, top_k: int, normalised: bool, backend: str | None)
     tokens, experts = logits.shape
     if not isinstance(tokens, int) or not 0 < tokens <= _MOST_TOKENS or capture.capturing():
         return None
-    if logits.dtype != np.float32 or top_k > WARP or tokens * top_k * experts > _MOST:
+    if logits.dtype != np.float32 or top_k > WARP or experts > _MOST_EXPERTS:
         return None
     if backend == "xla" or mesh.is_for_several_devices() or partition.applies(backend, logits):  # XLA could not split it
         return None

@@ -1,94 +1,285 @@
-"""The kernel that routes few tokens and sorts them by expert: a warp, whose threads share the experts.
+"""The kernel that routes few tokens and sorts them by expert: one block, whose warps share the tokens.
 
-Each thread has every 32nd logit of a token. The largest of all, and the first expert that has it, are found top_k times. Then
-thread k has the token's k-th expert; a place in the sort is the number of assignments of earlier experts, and of earlier tokens
-to the same one, which the threads tell each other. Nothing but the logits waits for memory.
+A warp takes its tokens one after the other. Its threads have some of a token's logits each. top_k times the largest of all is
+marked with the number of the choice, by the first thread that has it: so each thread learns what the token's choices are among
+its own experts. No assignment is compared with another: a token has an expert once at most, so that a warp counts how many of
+its tokens have an expert, and the warps tell each other, a byte each. The sum of an expert's bytes is its group's size, that
+of all earlier experts' where the group begins, and that of earlier warps' bytes where the warp's own tokens are in the group.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, lanes
-from mgpu_ops.core.limits import WARP
-from mgpu_ops.sorting import in_order
+from mgpu_ops.core.limits import WARP, WARPGROUP
 
-_LEAST = -(2**31)  # less than all keys
+_WARPS = WARPGROUP // WARP
+_WARPGROUPS = 4  # at most: one warp hides the latency of another, and all have 128 registers for each thread
+_UNROLLED = 64  # keys of a thread times choices, at most, where the choices are no loop
+_CHOSEN = -(2**31)  # the key of a token's first choice once it is found; that of its k-th is larger by k
+_NONE = _CHOSEN + WARP  # the key of no expert, less than those of all logits
+_COUNT = 16  # from this bit on: how many of the warp's tokens have had an expert. Below: where the expert lies
 
 
 def launch(logits: jax.Array, top_k: int, normalised: bool, *, interpret: bool = False) -> tuple[jax.Array, ...]:
     """The token and the weight of each assignment, sorted, both [tokens * top_k]; sizes [experts]; places [tokens, top_k].
 
-    logits: float32 [tokens, experts]. normalised: the weights of a token sum to 1; else the softmax is over all experts.
+    logits: float32 [tokens, experts], of at most 255 tokens: an expert's bytes add up to one. top_k: at most 32.
+    normalised: the weights of a token sum to 1; else the softmax is over all experts.
     """
     (tokens, experts), count = logits.shape, logits.shape[0] * top_k
+    shape = _Shape(tokens, experts, top_k, normalised)
 
-    def body(logits: Any, *outs: Any) -> None:
-        chosen, weights = zip(*(_best(logits, token, experts, top_k, normalised) for token in range(tokens)), strict=True)
-        _sort(chosen, weights, outs, experts, top_k)
+    def body(logits: Any, *outs: Any, barrier: Any, **shared: Any) -> None:
+        own, group = engine.warp(), lax.axis_index("wg") if shape.warpgroups > 1 else jnp.int32(0)
+        refs = {name: ref.at[group] for name, ref in shared.items()}
+
+        def by_each_warp(work: Callable[[_Warp], None]) -> None:
+            if own is None:  # interpreted, one after the other
+                lax.fori_loop(0, _WARPS, lambda i, _: work(_Warp(shape, group, i, logits, refs)), None)
+            else:
+                work(_Warp(shape, group, own, logits, refs))
+
+        by_each_warp(_Warp.choose)
+        barrier.wait()
+        by_each_warp(lambda warp: warp.sort(shared["counts"], *outs))
 
     int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     of_tokens, of_weights, sizes, places = engine.kernel(
         body,
         engine.Launch(
-            "mgpu_ops_moe_route", {"block": 1}, warpgroups=1, approx_math=True, interpret=interpret, reduces_across_warps=False
+            "mgpu_ops_moe_route",
+            {"block": 1},
+            shape.warpgroups,
+            approx_math=True,
+            interpret=interpret,
+            reduces_across_warps=False,
         ),
         out_type=(int32((count,)), jax.ShapeDtypeStruct((count,), jnp.float32), int32((experts,)), int32((count,))),
-        scratch_types={},
+        scratch_types=shape.scratch(),
     )(logits.reshape(tokens * experts))
     return of_tokens, of_weights, sizes, places.reshape(tokens, top_k)
 
 
-def _best(logits: Any, token: int, experts: int, top_k: int, normalised: bool) -> tuple[jax.Array, jax.Array]:
-    """The expert of a token's k-th choice, and its weight, in thread k; in others no expert, and 0."""
-    own, readable, numbers, keys = lanes.number(), lanes.readable(logits), [], []
-    for share in range(math.ceil(experts / WARP)):
-        number = own + share * WARP
-        logit = readable[token * experts + jnp.minimum(number, experts - 1)]
-        numbers.append(number)
-        keys.append(jnp.where(number < experts, _key(logit), _LEAST))
-    left, expert, value = keys, own * 0 + experts, own.astype(jnp.float32)
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Of the problem, and of the block that solves it."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    normalised: bool
+
+    @property
+    def warpgroups(self) -> int:
+        return min(_WARPGROUPS, math.ceil(self.tokens / _WARPS))
+
+    @property
+    def each(self) -> int:
+        """Tokens of a warp, at most."""
+        return math.ceil(self.tokens / (_WARPS * self.warpgroups))
+
+    @property
+    def share(self) -> int:
+        """Experts of a thread, at most."""
+        return math.ceil(self.experts / WARP)
+
+    @property
+    def across(self) -> int:
+        """Threads for the choices of a token."""
+        return 1 << (self.top_k - 1).bit_length()
+
+    def scratch(self) -> dict[str, Any]:
+        """The barrier, and what a warpgroup has in shared memory. An expert lies there as in `_Warp.slot`.
+
+        counts: of each expert a byte for each warp, how many of its tokens have it.
+        begins: of each warp and expert, the place of the warp's first assignment to it.
+        chosen: of each warp, token and choice, where the expert lies, and from bit _COUNT on how many tokens before have it, of
+          the warp's.
+        totals: of each warp and token, the sum over all experts, as bits.
+        """
+
+        def words(size: int, dtype: Any = jnp.int32) -> Any:
+            return plgpu.SMEM((self.warpgroups, _WARPS * size), dtype)
+
+        return {
+            "barrier": engine.BlockBarrier(self.warpgroups),
+            "counts": words(WARP * self.share, jnp.int8),
+            "begins": words(WARP * self.share),
+            "chosen": words(self.each * self.top_k),
+            **({} if self.normalised else {"totals": words(self.each)}),
+        }
+
+
+class _Assignment(NamedTuple):
+    """A token's choice, where the expert lies, how many of the warp's tokens before have it too. here: whether it is one."""
+
+    token: jax.Array
+    choice: jax.Array
+    slot: jax.Array
+    earlier: jax.Array
+    weight: jax.Array
+    here: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Warp:
+    """One warp of the block. A thread's experts are neighbours: of equal logits, the first thread has the first expert's.
+
+    group, own: its warpgroup, and which of the four warps there it is. shared: by name, as in `_Shape.scratch`.
+    """
+
+    shape: _Shape
+    group: jax.Array
+    own: jax.Array
+    logits: Any
+    shared: dict[str, Any]
+
+    @property
+    def first(self) -> jax.Array:
+        """The warp's first token."""
+        return (self.group * _WARPS + self.own) * self.shape.each
+
+    @property
+    def count(self) -> jax.Array:
+        """How many tokens it has."""
+        return jnp.clip(self.shape.tokens - self.first, 0, self.shape.each)
+
+    def expert(self, i: int) -> jax.Array:
+        """The number of this thread's i-th expert. In the last threads it may be none."""
+        return lanes.number() * self.shape.share + i
+
+    def slot(self, i: int) -> jax.Array:
+        """Where that expert lies in shared memory: the threads' i-th ones are neighbours, and in different banks."""
+        return lanes.number() + i * WARP
+
+    def choose(self) -> None:
+        """Leaves in shared memory the choices of the warp's tokens, and how many of them each expert has."""
+        s, always = self.shape, self.own >= 0
+
+        def of_token(i: jax.Array, carry: Any) -> Any:
+            slots, logits = carry
+            following = self._read(i + 1) if s.each > 1 else logits  # of which the rounds below hide the latency
+            keys, token = self._keys(logits), self.own * s.each + i
+            if not s.normalised:
+                total = lanes.total(_sum_of_exponentials(keys))
+                lanes.store(self.shared["totals"], token, lanes.bits_of(total), lanes.number() == 0)
+            keys = _marked(keys, s.top_k)
+            for slot, key in zip(slots, keys, strict=True):
+                lanes.store(self.shared["chosen"], token * s.top_k + (key - _CHOSEN), slot, key < _NONE)
+            return [
+                jnp.where(key < _NONE, slot + (1 << _COUNT), slot) for slot, key in zip(slots, keys, strict=True)
+            ], following
+
+        slots = [self.slot(i) for i in range(s.share)]
+        slots, _ = lax.fori_loop(0, self.count, of_token, (slots, self._read(jnp.int32(0))))
+        for i, slot in enumerate(slots):
+            lanes.store(self.shared["counts"], self.slot(i) * _WARPS + self.own, slot >> _COUNT, always)
+
+    def _read(self, i: jax.Array) -> list[jax.Array]:
+        """The bits of this thread's logits of the warp's i-th token, or of some other where it has none."""
+        s, found = self.shape, []
+        row = jnp.minimum(self.first + i, s.tokens - 1) * s.experts
+        at_once = math.gcd(s.share, s.experts, 4)
+        for j in range(0, s.share, at_once):
+            here = None if s.experts == WARP * s.share else self.expert(j) < s.experts
+            found += lanes.neighbours(self.logits, row + self.expert(j), at_once, here)
+        return found
+
+    def _keys(self, logits: list[jax.Array]) -> list[jax.Array]:
+        keys = [_key(logit) for logit in logits]
+        if self.shape.experts == WARP * self.shape.share:
+            return keys
+        return [jnp.where(self.expert(i) < self.shape.experts, key, _NONE) for i, key in enumerate(keys)]
+
+    def sort(self, counts: Any, of_tokens: Any, of_weights: Any, sizes: Any, places: Any) -> None:
+        """Stores what `launch` returns of the warp's tokens. counts: of all warpgroups."""
+        s, outs = self.shape, (of_tokens, of_weights, places)
+        at_once = WARP // s.across
+        if s.each <= at_once:  # weights and sums are computed at the same time
+            assignments = self._weigh(jnp.int32(0))
+            self._begin(counts, sizes)
+            self._store(assignments, *outs)
+            return
+        self._begin(counts, sizes)
+        times = lax.div(self.count + at_once - 1, jnp.int32(at_once))
+        lax.fori_loop(0, times, lambda i, _: self._store(self._weigh(i * at_once), *outs), None)
+
+    def _weigh(self, first: jax.Array) -> _Assignment:
+        """The assignment of this thread, of those of the warp's tokens from `first` on: of as many as there are threads for."""
+        s, number, readable = self.shape, lanes.number(), lanes.readable(self.logits)
+        token, choice = first + (number >> s.across.bit_length() - 1), number & s.across - 1
+        here = (token < self.count) & (choice < s.top_k)
+        local, of_all = (jnp.where(here, t, 0) for t in (self.own * s.each + token, self.first + token))
+        choice = jnp.where(here, choice, 0)
+        chosen = jnp.where(here, lanes.load(self.shared["chosen"], local * s.top_k + choice), 0)
+        slot = chosen & (1 << _COUNT) - 1
+        logit = readable[of_all * s.experts + (slot & WARP - 1) * s.share + (slot >> WARP.bit_length() - 1)]
+        top = lanes.float_of(lanes.of_lane(lanes.bits_of(logit), number & -s.across))
+        weight = jnp.where(here, jnp.exp(logit - top), 0.0)
+        if s.normalised:
+            total = lanes.total(weight, s.across)
+        else:
+            total = lanes.float_of(lanes.load(self.shared["totals"], local))
+        return _Assignment(of_all, choice, slot, chosen >> _COUNT, weight / total, here)
+
+    def _store(self, of: _Assignment, of_tokens: Any, of_weights: Any, places: Any) -> None:
+        s = self.shape
+        place = lanes.load(self.shared["begins"], self.own * WARP * s.share + of.slot) + of.earlier
+        lanes.store(of_tokens, place, of.token, of.here)
+        lanes.store(of_weights, place, of.weight, of.here)
+        lanes.store(places, of.token * s.top_k + of.choice, place, of.here)
+
+    def _begin(self, counts: Any, sizes: Any) -> None:
+        """Stores the sizes of groups, and in shared memory where the warp's own tokens begin in each."""
+        s, always = self.shape, self.own >= 0
+        before = (1 << 8 * self.own) - 1  # the bytes of earlier warps
+        masks = [jnp.where(self.group > i, -1, jnp.where(self.group == i, before, 0)) for i in range(s.warpgroups)]
+        size, earlier = [], []
+        for i in range(s.share):
+            words = [lanes.load(counts.at[group], self.slot(i)) for group in range(s.warpgroups)]
+            size.append(_sum_of_bytes(words))
+            earlier.append(_sum_of_bytes([word & mask for word, mask in zip(words, masks, strict=True)]))
+        own = functools.reduce(jnp.add, size)
+        begin = lanes.sums(own) - own
+        for i in range(s.share):
+            lanes.store(self.shared["begins"], self.own * WARP * s.share + self.slot(i), begin + earlier[i], always)
+            here = (self.group == 0) & (self.own == 0) & (self.expert(i) < s.experts)
+            lanes.store(sizes, self.expert(i), size[i], here)
+            begin += size[i]
+        lanes.meet()
+
+
+def _marked(keys: list[jax.Array], top_k: int) -> list[jax.Array]:
+    """The keys of all threads, of which the k-th largest is _CHOSEN + k for each k < top_k."""
+    if top_k * len(keys) > _UNROLLED:
+        found: list[jax.Array] = lax.fori_loop(0, top_k, lambda k, keys: lanes.mark_largest(keys, _CHOSEN + k), keys)
+        return found
     for k in range(top_k):
-        best = lanes.largest(functools.reduce(jnp.maximum, left))
-        those = (jnp.where(key == best, number, experts) for key, number in zip(left, numbers, strict=True))
-        first = lanes.least(functools.reduce(jnp.minimum, those))
-        expert, value = jnp.where(own == k, first, expert), jnp.where(own == k, _logit(best), value)
-        left = [jnp.where(number == first, _LEAST, key) for key, number in zip(left, numbers, strict=True)]
-    top = _logit(lanes.largest(functools.reduce(jnp.maximum, keys)))
-    of_best = jnp.where(own < top_k, jnp.exp(value - top), 0.0)
-    of_all = [jnp.where(key > _LEAST, jnp.exp(_logit(key) - top), 0.0) for key in keys]
-    return expert, of_best / lanes.total(of_best if normalised else functools.reduce(jnp.add, of_all))
+        keys = lanes.mark_largest(keys, _CHOSEN + k)
+    return keys
 
 
-def _key(logit: jax.Array) -> jax.Array:
-    return in_order(lanes.bits_of(jnp.where(logit == 0, 0.0, logit)))  # -0 equals 0
+def _key(bits: jax.Array) -> jax.Array:
+    """Of a float32's bits: int32 above _NONE, in the order of `sorting.in_order`; of both zeros 0. It is its own reverse."""
+    return jnp.maximum(jnp.where(bits < 0, -(2**31) - bits, bits), _NONE + 1)
 
 
-def _logit(key: jax.Array) -> jax.Array:
-    return lanes.float_of(in_order(key))
+def _sum_of_exponentials(keys: list[jax.Array]) -> jax.Array:
+    """Of this thread's logits, less the largest of all threads."""
+    top = lanes.float_of(_key(lanes.largest(functools.reduce(jnp.maximum, keys))))
+    return functools.reduce(jnp.add, (jnp.where(key > _NONE, jnp.exp(lanes.float_of(_key(key)) - top), 0.0) for key in keys))
 
 
-def _sort(chosen: Any, weights: Any, outs: tuple[Any, ...], experts: int, top_k: int) -> None:
-    """Stores what `launch` returns of each token's experts and their weights."""
-    of_tokens, of_weights, sizes, places = outs
-    own, place = lanes.number(), [jnp.int32(0) for _ in chosen]
-    counts = [jnp.int32(0) for _ in range(math.ceil(experts / WARP))]
-    for token, experts_of in enumerate(chosen):
-        for k in range(top_k):
-            other = lanes.of_lane(experts_of, jnp.int32(k))
-            for i, expert in enumerate(chosen):
-                before = other <= expert if token < i else other < expert  # a token has an expert once
-                place[i] += before.astype(jnp.int32)
-            for i in range(len(counts)):
-                counts[i] += (other == own + i * WARP).astype(jnp.int32)
-    for token, here in enumerate(place):
-        lanes.store(of_tokens, here, own * 0 + token, own < top_k)
-        lanes.store(of_weights, here, weights[token], own < top_k)
-        lanes.store(places, own + token * top_k, here, own < top_k)
-    for i, count in enumerate(counts):
-        lanes.store(sizes, own + i * WARP, count, own + i * WARP < experts)
+def _sum_of_bytes(words: list[jax.Array]) -> jax.Array:
+    return lax.shift_right_logical(functools.reduce(jnp.add, words) * 0x01010101, 24)

@@ -11,39 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_ops.core import group_scheduler, lanes, tile_scheduler
+from mgpu_ops.core import group_scheduler, tile_scheduler
 from mgpu_ops.core.group_scheduler import Groups, GroupTile, OrderedGroups, StaticScheduler
 from mgpu_ops.core.interpreter import interpreted
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
-
-
-def of_a_warp(function):
-    """A function of values of a warp's 32 threads, traced as the interpreter traces it."""
-
-    @jax.jit
-    def traced(*args):
-        with interpreted(True):
-            return function(*args)
-
-    return traced
-
-
-SHARES = st.lists(st.integers(0, 2**20), min_size=32, max_size=32).map(lambda values: np.array(values, np.int32))
-
-
-@given(SHARES, st.integers(2**20, 2**24))
-def test_a_thread_has_the_sum_of_what_it_and_those_before_it_have_up_to_a_limit(values, most):
-    sums, limited = of_a_warp(lambda x: (lanes.sums(x), lanes.sums(x, most)))(values)
-    assert sums.tolist() == np.cumsum(values).tolist()
-    assert limited.tolist() == np.minimum(np.cumsum(values), most).tolist()
-
-
-@given(SHARES, st.integers(-3, 40))
-def test_all_threads_get_what_one_of_them_has_and_how_many_agree(values, lane):
-    found, count = of_a_warp(lambda x: (lanes.of_lane(x, jnp.int32(lane)), lanes.how_many(x > 2**19)))(values)
-    assert found == values[np.clip(lane, 0, 31)]
-    assert count == np.count_nonzero(values > 2**19)
 
 
 TILE_ROWS, ACROSS, LIMIT = 16, 3, 200  # rows and columns of tiles; more tiles than any example below has

@@ -30,9 +30,19 @@ def by_kernel(logits: Any, top_k: int, normalised: bool = True) -> tuple[jax.Arr
     return routing_kernel.launch(logits, top_k, normalised, interpret=True)
 
 
-@pytest.mark.parametrize("normalised", [True, False])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k"), [(1, 128, 8), (3, 40, 4), (4, 5, 5), (2, 160, 6), (1, 33, 1), (4, 8, 2)]
+    ("tokens", "experts", "top_k", "normalised"),
+    [
+        (1, 128, 8, True),
+        (1, 128, 8, False),
+        (3, 40, 4, True),
+        (4, 5, 5, False),
+        (2, 160, 20, False),
+        (5, 33, 1, True),
+        (16, 8, 2, True),
+        (33, 256, 3, False),
+        (64, 36, 8, True),
+    ],
 )
 def test_tokens_are_routed_and_sorted_as_by_xla(tokens, experts, top_k, normalised):
     logits = normal(tokens + experts, tokens, experts)
@@ -43,10 +53,25 @@ def test_tokens_are_routed_and_sorted_as_by_xla(tokens, experts, top_k, normalis
 
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_and_infinite_logits_and_nans_are_in_the_order_of_xla(seed):
-    values = np.array([0.0, -0.0, 1.5, 1.5, -np.inf, np.inf, np.nan, -1.0], np.float32)
-    logits = np.random.default_rng(seed).choice(values, (4, 40))
+    values = np.array([0.0, -0.0, 1.5, 1.5, -np.inf, np.inf, np.nan, -np.nan, -1.0], np.float32)
+    logits = np.random.default_rng(seed).choice(values, (18, 40))
     for found, wanted in zip(by_kernel(logits, 7), by_xla(logits, 7, True), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-6)
+
+
+@pytest.mark.parametrize("logit", [0.0, -np.inf, -np.nan])
+def test_tokens_whose_logits_are_all_equal_have_the_first_experts_in_their_order(logit):
+    tokens, weights, sizes, places = by_kernel(np.full((6, 70), logit, np.float32), 3)
+    assert tokens.tolist() == 3 * list(range(6))
+    assert sizes.tolist() == 3 * [6] + 67 * [0]
+    assert places.T.tolist() == np.arange(18).reshape(3, 6).tolist()
+    np.testing.assert_allclose(weights, 1 / 3 if logit == 0 else np.nan, rtol=2e-6)
+
+
+def test_many_tokens_of_one_expert_are_counted_in_a_byte():
+    tokens, _, sizes, places = by_kernel(np.tile(np.array([[0, 2, 1]], np.float32), (255, 1)), 1)
+    assert tokens.tolist() == places.reshape(-1).tolist() == list(range(255))
+    assert sizes.tolist() == [0, 255, 0]
 
 
 def layer(tokens: int) -> list[jax.Array]:
@@ -61,8 +86,8 @@ def traced(function: Any, *arrays: jax.Array) -> str:
         return str(jax.make_jaxpr(function)(*arrays))
 
 
-def test_a_layer_of_one_token_is_that_of_xla_also_mapped_and_differentiated(assert_near):
-    arrays = layer(1)
+def test_a_layer_of_few_tokens_is_that_of_xla_also_mapped_and_differentiated(assert_near):
+    arrays = layer(6)
     run = functools.partial(moe, top_k=2)
     assert_near(jax.jit(functools.partial(run, backend="interpret"))(*arrays), run(*arrays, backend="xla"), 8e-3)
     both = [jnp.stack([x, 2 * x]) for x in arrays[:2]]
@@ -75,7 +100,7 @@ def test_a_layer_of_one_token_is_that_of_xla_also_mapped_and_differentiated(asse
 
 
 def test_a_layer_of_8_bits_is_that_of_xla_and_has_the_gradients_that_it_has_there(assert_near):
-    x, logits, *_ = layer(1)
+    x, logits, *_ = layer(5)
     w_gate_up, w_down = (
         jnp.round(40 * normal(seed, *shape)).astype(jnp.int8) for seed, shape in ((5, (4, 128, 64)), (6, (4, 64, 64)))
     )
@@ -93,23 +118,28 @@ def test_a_layer_of_8_bits_is_that_of_xla_and_has_the_gradients_that_it_has_ther
         jax.grad(lambda *scales: jnp.sum(by_kernel(x, logits, *scales)))(*scales)
 
 
-def test_layers_of_one_token_route_by_the_kernel_and_mapped_ones_do_not():
-    x, logits, *matrices = layer(1)
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_layers_of_few_tokens_route_by_the_kernel_and_mapped_ones_do_not(tokens):
+    x, logits, *matrices = layer(tokens)
     run = functools.partial(moe, top_k=2)
     assert "mgpu_ops_moe_route" in traced(run, x, logits, *matrices)
     mapped = jax.vmap(lambda x, logits: run(x, logits, *matrices))
     assert "mgpu_ops_moe_route" not in traced(mapped, x[None], logits[None])
-    assert "mgpu_ops_moe_route" not in traced(run, *layer(3))
     assert "mgpu_ops_moe_route" not in traced(jax.grad(lambda x: run(x, logits, *matrices).astype(F32).sum()), x)
 
 
-def test_many_tokens_other_floats_and_machines_without_such_a_gpu_have_no_such_kernel():
-    few = jnp.zeros((1, 8), F32)
+@pytest.mark.parametrize("tokens", [0, 65])
+def test_layers_of_no_and_of_many_tokens_route_by_xla(tokens):
+    assert "mgpu_ops_moe_route" not in traced(functools.partial(moe, top_k=2), *layer(tokens))
+
+
+def test_other_floats_more_experts_or_choices_and_machines_without_such_a_gpu_have_no_such_kernel():
+    few = jnp.zeros((64, 8), F32)
     assert routing.kernel(few, 2, True, "interpret") is not None
     with gpu.target("h200"):
         assert routing.kernel(few, 2, True, None) is not None
         assert routing.kernel(few, 2, True, "xla") is None
-    for logits, top_k in ((jnp.zeros((2, 8)), 2), (few.astype(BF16), 2), (jnp.zeros((1, 4096)), 8), (jnp.zeros((1, 64)), 33)):
+    for logits, top_k in ((few.astype(BF16), 2), (jnp.zeros((1, 513), F32), 8), (jnp.zeros((1, 64), F32), 33)):
         assert routing.kernel(logits, top_k, True, "interpret") is None
     with gpu.target("b200"):
         assert routing.kernel(few, 2, True, None) is None
@@ -123,9 +153,10 @@ def test_a_process_with_several_gpus_leaves_routing_to_xla_which_may_split_the_p
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (1, 512, 32)])
-def test_the_kernel_compiles_without_spills(tokens, experts, top_k):
-    route = functools.partial(routing_kernel.launch, top_k=top_k, normalised=True)
-    report = aot.compile_for("h200", route, jax.ShapeDtypeStruct((tokens, experts), F32))
-    assert len(report.kernels) == 1
-    assert report.spills == 0
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 128, 8), (1, 512, 32), (5, 40, 3), (33, 33, 1), (64, 128, 8), (64, 512, 32)]
+)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_kernel_compiles_without_spills(tokens, experts, top_k, normalised):
+    route = functools.partial(routing_kernel.launch, top_k=top_k, normalised=normalised)
+    assert aot.build("h200", route, jax.ShapeDtypeStruct((tokens, experts), F32)).spills == 0
