@@ -87,7 +87,8 @@ _MEMORY_NORM = 3.016  # all steps and HBM less so
 # Of at most 64 rows, in tiles of fewer, with the next step's wgmma in flight; fitted to
 # results/2026-11-30-h200-matmul-17-to-64-rows.jsonl.gz:
 _LEAST_STEP = {1: 1.02e-07, 2: 1.89e-07}  # s that a step of so many consumers takes at least
-_FEWEST = 16  # rows, with more of which
+_PARTS_SUMMED = 1.12  # times as long where a cluster adds up parts of k of a part of the rows (one timed: 24x2048x8192)
+_FEWEST = 16  # rows, with more of which, and k in one part,
 _COPIES_FEW = 0.8  # of the time of loads and of shared memory is left, where rows begin at lines,
 _MEMORY_NORM_FEW = 3.47  # and steps and HBM overlap more
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
@@ -137,7 +138,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     loaded = _loaded(p, c) / rates.load_bytes(gpu) * (1.0 - _LOADS_ALONE * (1.0 - at_work))
     norm = _STEP_NORM_AHEAD if c.schedule == "ahead" else _STEP_NORM
     few = c.schedule == "ahead" and config.tile_m < gemm.ROWS and problem.m <= gemm.ROWS
-    some = few and problem.m > _FEWEST
+    some = few and problem.m > _FEWEST and config.split_k == 1
     shared = _shared_memory(p, c) / gpu.clock_hz
     if some and min(alignments(p)) == 128:
         loaded, shared = _COPIES_FEW * loaded, _COPIES_FEW * shared
@@ -178,7 +179,8 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     last_wave = gemm.together(memory_norm, steps / waves, memory * last / clusters)
     start = _LAUNCH + _LATENCY + crowded + _COLD + _START_SHARED[max(down, across)] - own_pipeline
     start += _FIRST_STEP * step if c.schedule == "ahead" else 0.0
-    return start + (waves - 1) * wave + last_wave + reduction
+    whole = start + (waves - 1) * wave + last_wave + reduction
+    return _PARTS_SUMMED * whole if few and c.cluster == "k" and config.tile_m < problem.m else whole
 
 
 def _prepared(p: Problem, gpu: Gpu) -> float:
