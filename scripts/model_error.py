@@ -41,7 +41,7 @@ FEW_TILES = (
     "2026-11-29-h200-matmul-few-tiles-margin.jsonl",
 )
 DECODING = "2026-11-30-h200-matmul-decoding.jsonl.gz"
-UP_TO_64_ROWS = "2026-11-30-h200-matmul-17-to-64-rows.jsonl.gz"
+SHORT_ROWS = ("2026-11-30-h200-matmul-17-to-64-rows.jsonl.gz", "2026-11-30-h200-matmul-65-to-192-rows.jsonl.gz")
 ROUTERS = "2026-11-30-h200-matmul-routers.jsonl"
 EIGHT_BITS = "2026-11-29-h200-matmul-8-bits.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
@@ -100,7 +100,8 @@ def measured() -> list[Measured]:
         *_timed("65 to 3000 rows, cold", MID_ROWS, now=True),
         *_timed("few tiles, cold", *FEW_TILES, now=True),
         *_decoding(),
-        *_timed("17 to 64 rows, cold", UP_TO_64_ROWS, now=True),
+        *_timed("17 to 64 rows, cold", SHORT_ROWS[0], now=True),
+        *_timed("65 to 192 rows, cold", SHORT_ROWS[1], now=True),
         *_timed("routers, cold", ROUTERS, now=True),
         *_timed("8 bits, cold", EIGHT_BITS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
@@ -404,8 +405,9 @@ _COLOURS = (
     "#5f9ea0",
     "#c2b280",
     "#7fb069",
+    "#d94f70",
 )
-_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", (4, 1), (3, 1))  # the last are stars of four and three points
+_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", (4, 1), (3, 1), (5, 1))  # the last are stars of so many points
 _ACROSS = 3
 
 
@@ -476,7 +478,7 @@ if __name__ == "__main__":
     for (op, source), of_set in by_source(every).items():
         if not SPECS[op].baseline_cost or source in ("sweeps", "calls on an H100"):  # these had entries, or chose already
             continue
-        if found := gains(of_set):
-            print(calls(op, source, found))
+        found = gains(of_set)
+        print(calls(op, source, found) if found else f"{op}, {source}: its baseline was not timed")
     if arguments.picture:
         picture(shown, arguments.picture)

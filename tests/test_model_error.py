@@ -42,7 +42,7 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
         *("ping-pong, cold", "deferred, cold", "suite anywhere, cold", "few rows, cold", "float32, cold"),
         *("calls on an H100", "drawn with alternatives, cold", "128 to 2048 rows, cold", "drawn with a residual, warm"),
         "65 to 3000 rows, cold",
-        *("few tiles, cold", "8 bits, cold", "decoding, cold", "routers, cold", "17 to 64 rows, cold"),
+        *("few tiles, cold", "8 bits, cold", "decoding, cold", "routers, cold", "17 to 64 rows, cold", "65 to 192 rows, cold"),
     }
     assert {(op, "short tiles, warm") for op in ("grouped_matmul", "gated_grouped_matmul")} <= sources
 

@@ -64,7 +64,6 @@ _MOST_TURNED = {128: 240, 256: 104}  # columns of such a tile of so many rows, o
 _SHORT_K = 128  # up to which no store is deferred by default, but with a residual
 _LONG_K = 1024  # with which the default may be ping-pong
 _DIVISIONS = ((2, "n"), (2, "m"), (1, "n"))  # consumer warpgroups, and the side that they share
-_PART_COLUMNS = (64, 128)  # of tiles that have a part of few rows
 _SMALLEST = 64  # rows and columns of the tile that no two consumers share: each would read all of A (docs/kernels/matmul.md)
 _ONE_CONSUMER = 64 * 64  # elements of a tile that one consumer warpgroup computes, at most; twice as many where k is long
 _SPLITS = (
@@ -295,15 +294,21 @@ def _parts_of_few_rows(problem: Problem) -> Iterator[int]:
 
 
 def _parts_as_tiles(p: Problem) -> Iterator[tuple[tuple[int, int, int], Sequence[tuple[int, str]], Sequence[tuple[str, int]]]]:
-    """Tiles of `_parts_of_few_rows`, how consumers divide them, and clusters: those that were fast in products so timed."""
-    line = _line(p)
-    for m in _parts_of_few_rows(p):
-        if p.m > gemm.ROWS:
-            yield (m, _SMALLEST, line), _DIVISIONS, _SPLITS[:1]
-            continue
-        halves = 2 * m >= p.m
-        splits = _SPLITS[: 2 if halves and min(alignments(p)) == 128 else 1]
-        yield from (((m, n, k), _DIVISIONS[2:], splits) for n in _PART_COLUMNS[: 1 + halves] for k in (line, 2 * line))
+    """Tiles of `_parts_of_few_rows`, how consumers divide them, and clusters (docs/kernels/matmul.md, "Parts of few rows")."""
+    line, at_lines = _line(p), min(alignments(p)) == 128
+    rows = [*_parts_of_few_rows(p)]
+    if itemsize_of(p.dtype) != 2:  # no others were timed
+        yield from (((m, _SMALLEST, line), _DIVISIONS, _SPLITS[:1]) for m in rows)
+        return
+    if p.m > gemm.ROWS and rows:
+        rows.append(gemm.ROWS)
+    for m in rows:
+        parts = math.ceil(p.m / m)
+        clusters = (
+            (("none", 1), ("m", 1)) if at_lines and parts % 2 == 0 and (parts == 2 or p.m > gemm.ROWS) else (("none", 1),)
+        )
+        columns = (64, 128) if parts == 2 or p.m > gemm.ROWS else (64,)
+        yield from (((m, n, k), ((1, "n"),), clusters) for n in columns for k in (line, 2 * line))
 
 
 def _rows_of_parts(p: Problem, least: int = 1) -> Iterator[int]:

@@ -84,13 +84,16 @@ _AGAIN = 0.6  # of that time takes what tiles of B have in vain (`columns_of_b`)
 _STEP_NORM = 4.8  # arithmetic, loads and latency of a step overlap nearly wholly,
 _STEP_NORM_AHEAD = 7.11  # the more so where the next step's wgmma is in flight,
 _MEMORY_NORM = 3.016  # all steps and HBM less so
-# Of at most 64 rows, in tiles of fewer, with the next step's wgmma in flight; fitted to
-# results/2026-11-30-h200-matmul-17-to-64-rows.jsonl.gz:
-_LEAST_STEP = {1: 1.02e-07, 2: 1.89e-07}  # s that a step of so many consumers takes at least
-_PARTS_SUMMED = 1.12  # times as long where a cluster adds up parts of k of a part of the rows (one timed: 24x2048x8192)
-_FEWEST = 16  # rows, with more of which, and k in one part,
-_COPIES_FEW = 0.8  # of the time of loads and of shared memory is left, where rows begin at lines,
-_MEMORY_NORM_FEW = 3.47  # and steps and HBM overlap more
+# Of short tiles (`_is_short`), fitted to results/2026-11-30-h200-matmul-17-to-64-rows.jsonl.gz and the models' products of
+# -65-to-192-rows.jsonl.gz. A step takes at least so many seconds, by consumers, in tiles of fewer than 64 rows:
+_LEAST_STEP = {1: 1.02e-07, 2: 1.89e-07}
+_MOST_SHORT = 192  # rows of the product
+_PARTS_SUMMED = 0.12  # of the time is added where a cluster adds up parts of k of some of the rows (three timed)
+# With more than so many rows, and k in one part: what is left of the time of loads and of shared memory, where rows begin at
+# 128-byte lines; steps and HBM overlap more.
+_FEWEST = 16
+_COPIES_SHORT = 0.8
+_MEMORY_NORM_SHORT = 3.47
 _POWER_CAP = 0.82  # of the datasheet's FLOP/s, with all SMs at work
 _HOT, _HEATING = 0.08, 2e-3  # how much longer a product takes under the power cap, and s until then
 STRIP = 8  # tiles: the best width of strips
@@ -137,12 +140,12 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     at_work = min(1.0, clusters * cluster_size(c) / gpu.sms)  # of the SMs
     loaded = _loaded(p, c) / rates.load_bytes(gpu) * (1.0 - _LOADS_ALONE * (1.0 - at_work))
     norm = _STEP_NORM_AHEAD if c.schedule == "ahead" else _STEP_NORM
-    few = c.schedule == "ahead" and config.tile_m < gemm.ROWS and problem.m <= gemm.ROWS
-    some = few and problem.m > _FEWEST and config.split_k == 1
     shared = _shared_memory(p, c) / gpu.clock_hz
-    if some and min(alignments(p)) == 128:
-        loaded, shared = _COPIES_FEW * loaded, _COPIES_FEW * shared
-    least = _LEAST_STEP[min(c.compute_warpgroups, 2)] if few else 0.0
+    short = _is_short(problem, config)
+    hidden = short and problem.m > _FEWEST and config.split_k == 1
+    if hidden and min(alignments(p)) == 128:
+        loaded, shared = _COPIES_SHORT * loaded, _COPIES_SHORT * shared
+    least = _LEAST_STEP[min(c.compute_warpgroups, 2)] if short and config.tile_m < gemm.ROWS else 0.0
     step = gemm.together(norm, arithmetic, loaded, shared, latency, crowded, least)
     step *= _RESIDUAL_TWO_STAGES if p.residual and c.max_concurrent_steps == 2 else 1.0
     store = _STORE * gemm.store_seconds(c, itemsize_of(p.out_dtype), gpu)
@@ -174,13 +177,24 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     at_once, clusters = resident_clusters(cluster_size(c), gpu), max(clusters, 1)
     waves = max(waves, 1)
     last = clusters - (waves - 1) * at_once
-    memory_norm = _MEMORY_NORM_FEW if some else _MEMORY_NORM
+    memory_norm = _MEMORY_NORM_SHORT if hidden else _MEMORY_NORM
     wave = gemm.together(memory_norm, steps / waves, memory * at_once / clusters)
     last_wave = gemm.together(memory_norm, steps / waves, memory * last / clusters)
     start = _LAUNCH + _LATENCY + crowded + _COLD + _START_SHARED[max(down, across)] - own_pipeline
     start += _FIRST_STEP * step if c.schedule == "ahead" else 0.0
-    whole = start + (waves - 1) * wave + last_wave + reduction
-    return _PARTS_SUMMED * whole if few and c.cluster == "k" and config.tile_m < problem.m else whole
+    if short and c.cluster == "k" and config.tile_m < problem.m:
+        reduction += _PARTS_SUMMED * last_wave
+    return start + (waves - 1) * wave + last_wave + reduction
+
+
+def _is_short(p: Problem, c: Config) -> bool:
+    """Whether a tile has fewer rows than the 64 of a wgmma, or is a part of few rows, with the next step's wgmma in flight.
+
+    Of 16 bits, A stored along k: others were not timed.
+    """
+    rows = c.tile_m < gemm.ROWS or c.tile_m == gemm.ROWS < p.m
+    timed = itemsize_of(p.dtype) == 2 and not transposed(p)[0]
+    return rows and p.m <= _MOST_SHORT and c.schedule == "ahead" and timed
 
 
 def _prepared(p: Problem, gpu: Gpu) -> float:
