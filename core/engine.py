@@ -112,9 +112,9 @@ class Accumulators(ScratchType):
 
 @dataclasses.dataclass(frozen=True)
 class BlockBarrier(ScratchType):
-    """Scratch type: a barrier of all threads of a block of so many warpgroups. They call `wait` of what a kernel receives.
+    """Scratch type: a barrier for all threads of a block of so many warpgroups (`bar.sync 0`).
 
-    After it each sees what the others have stored before in shared memory.
+    `handle.wait()` returns once all have arrived; what they stored before in shared memory is then visible.
     """
 
     warpgroups: int
@@ -138,7 +138,7 @@ class _BlockBarrier:
 
         @plgpu.inline_mgpu()
         def barrier(_: Any) -> None:
-            mosaic.inline_ptx("bar.sync 0;", has_side_effects=True)
+            mosaic.inline_ptx("bar.sync 0;", has_side_effects=True, convergent=True)
 
         barrier()
 

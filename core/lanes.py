@@ -109,10 +109,10 @@ def mark_largest(numbers: list[jax.Array], mark: int | jax.Array) -> list[jax.Ar
     return _ptx_of_several(code, *numbers, *marks, dtypes=[jnp.int32] * count)
 
 
-def total(x: jax.Array, neighbours: int = WARP) -> jax.Array:
+def total(x: jax.Array, threads: int = WARP) -> jax.Array:
     """The sum of the float32 x of so many neighbouring threads, a power of two, in pairs first."""
     distance = 1
-    while distance < neighbours:
+    while distance < threads:
         if interpreting():
             other = x[jnp.arange(WARP) ^ distance]
         else:
@@ -122,7 +122,7 @@ def total(x: jax.Array, neighbours: int = WARP) -> jax.Array:
     return x
 
 
-def meet() -> None:
+def warp_barrier() -> None:
     """The threads of a warp wait for each other, and then see what each has stored."""
     if interpreting():
         return
@@ -134,7 +134,7 @@ def meet() -> None:
     barrier()
 
 
-def neighbours(ref: Any, index: jax.Array, count: int, here: jax.Array | None) -> list[jax.Array]:
+def load_global(ref: Any, index: jax.Array, count: int, here: jax.Array | None = None) -> list[jax.Array]:
     """The bits of 1, 2 or 4 float32 from an index on, of a ref of rank 1 in global memory to which the kernel does not store.
 
     index: a multiple of count. here: which threads get them; None: all. Others get any.
@@ -160,7 +160,7 @@ def neighbours(ref: Any, index: jax.Array, count: int, here: jax.Array | None) -
     return list(read(ref, *(laid_out(x, scalar) for x in given)))
 
 
-def load(ref: Any, index: jax.Array) -> jax.Array:
+def load_shared(ref: Any, index: jax.Array) -> jax.Array:
     """ref[index] of a ref of rank 1 in shared memory: an int32, or four int8 as one, the first in the lowest bits."""
     if interpreting():
         words = ref[...]
@@ -175,11 +175,12 @@ def load(ref: Any, index: jax.Array) -> jax.Array:
     return found
 
 
-def store(ref: Any, index: jax.Array, value: jax.Array, here: jax.Array) -> None:
-    """ref[index] = value by each thread for which `here` holds, of a ref of rank 1.
+def store(ref: Any, index: jax.Array, value: jax.Array, here: jax.Array | None = None) -> None:
+    """ref[index] = value by each thread for which `here` holds, by default by all, of a ref of rank 1.
 
     ref: int32 or float32 in global memory; int32 in shared memory, or int8 for an int32's lowest bits.
     """
+    here = number() >= 0 if here is None else here
     if interpreting():
         _store_interpreted(ref, index, value.astype(ref.dtype), jnp.broadcast_to(here, (WARP,)))
         return
@@ -255,6 +256,6 @@ def _run(code: str | list[str], *words: Any, dtypes: Sequence[Any]) -> tuple[Any
     """code: a list is a block, with registers of its own."""
     code = code if isinstance(code, str) else f"{{ {' '.join(code)} }}"
     types = [ir.IntegerType.get_signless(32) if dtype == jnp.int32 else ir.F32Type.get() for dtype in dtypes]
-    found = mosaic.inline_ptx(code, *words, result_types=types, has_side_effects=True)
+    found = mosaic.inline_ptx(code, *words, result_types=types, has_side_effects=True, convergent=True)
     splat = mosaic_gpu.FragmentedArray.splat
     return tuple(splat(x, (), is_signed=True if t == jnp.int32 else None) for x, t in zip(found, dtypes, strict=True))

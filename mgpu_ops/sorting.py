@@ -17,7 +17,6 @@ from jax import lax
 
 from mgpu_ops.core import mesh
 
-_MAX = 2**31 - 1
 _ONE_BY_ONE = 16  # experts of a token, at most, that are found by so many passes
 _FEW = 1 << 22  # comparisons, at most, where all keys are compared with all
 _BLOCK = 128  # keys that are compared with each other
@@ -30,12 +29,12 @@ def best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.A
     Of equal logits the first comes first; a NaN counts as larger than all, and with a sign as less, as in
     `lax.top_k`.
     """
-    logits = jnp.where(logits == 0, jnp.zeros((), logits.dtype), logits)  # -0 equals 0
     if logits.dtype != jnp.float32 or top_k > _ONE_BY_ONE:
-        experts = lax.top_k(logits, top_k)[1].astype(jnp.int32)
+        without_signs = jnp.where(logits == 0, jnp.zeros((), logits.dtype), logits)  # -0 equals 0
+        experts = lax.top_k(without_signs, top_k)[1].astype(jnp.int32)
     else:
         # As integers, floats have the same order, and there is one left that is less than all: for those that were found.
-        key = in_order(lax.bitcast_convert_type(logits, jnp.int32))
+        key = in_order(lax.bitcast_convert_type(logits, jnp.int32), -(2**31))
         if are_few(*key.shape, key.shape[-1]):
             # One kernel for the places, and one for both results.
             place, number = _places_and_numbers(key, top_k)
@@ -45,12 +44,12 @@ def best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.A
     return experts, jnp.take_along_axis(of, experts, axis=-1, mode="promise_in_bounds")
 
 
-def in_order(bits: jax.Array) -> jax.Array:
-    """Of float32's bits: int32 in the same order, of which NaNs with a sign are the least, and others the largest; above -2^31.
+def in_order(bits: jax.Array, least: int) -> jax.Array:
+    """Of float32's bits: int32 above `least`, in the same order, both zeros 0. It is its own reverse.
 
-    Zeros have no sign. It is its own reverse.
+    NaNs with a sign are the least, other NaNs the largest. Those that would be `least` or less are all the next number.
     """
-    return jnp.maximum(jnp.where(bits < 0, bits ^ _MAX, bits), 1 - 2**31)
+    return jnp.maximum(jnp.where(bits < 0, -(2**31) - bits, bits), least + 1)
 
 
 def _one_by_one(key: jax.Array, top_k: int) -> jax.Array:

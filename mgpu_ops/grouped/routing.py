@@ -13,8 +13,8 @@ from mgpu_ops.core import gpu, mesh
 from mgpu_ops.core.limits import WARP
 from mgpu_ops.registry import capture, partition
 
-_MOST_TOKENS = 64  # the kernel takes up to 255, ever longer: one block does all
-_MOST_EXPERTS = 512  # more would not fit in the registers of its threads
+_MOST_TOKENS = 64  # the most that were timed: one block does all, so that more take ever longer
+_MOST_EXPERTS = 512  # the most that ran on a GPU; 256 were timed
 
 
 class Sorted(NamedTuple):

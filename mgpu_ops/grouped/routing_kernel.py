@@ -1,10 +1,12 @@
 """The kernel that routes few tokens and sorts them by expert: one block, whose warps share the tokens.
 
-A warp takes its tokens one after the other. Its threads have some of a token's logits each. top_k times the largest of all is
-marked with the number of the choice, by the first thread that has it: so each thread learns what the token's choices are among
-its own experts. No assignment is compared with another: a token has an expert once at most, so that a warp counts how many of
-its tokens have an expert, and the warps tell each other, a byte each. The sum of an expert's bytes is its group's size, that
-of all earlier experts' where the group begins, and that of earlier warps' bytes where the warp's own tokens are in the group.
+A warp takes its tokens one after the other. Its threads have some of a token's logits each, as integers with the same order. In
+each of top_k rounds the warp finds the largest that remains and puts the round's number in its place: after them each thread
+knows the token's choices among its own experts.
+
+The sort compares no assignments. A token has an expert once at most, so each warp counts its tokens of each expert and the
+warps exchange the counts, a byte each. The sum of an expert's bytes is its group's size, the sum over all earlier experts is
+where the group begins, and the sum of earlier warps' bytes is where the warp's own tokens are in it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.core import engine, lanes
 from mgpu_ops.core.limits import WARP, WARPGROUP
+from mgpu_ops.sorting import in_order
+
+MOST_TOKENS = 255  # of an expert: the counts of all warps add up to one byte
 
 _WARPS = WARPGROUP // WARP
 _WARPGROUPS = 4  # at most: one warp hides the latency of another, and all have 128 registers for each thread
@@ -34,10 +39,12 @@ _COUNT = 16  # from this bit on: how many of the warp's tokens have had an exper
 def launch(logits: jax.Array, top_k: int, normalised: bool, *, interpret: bool = False) -> tuple[jax.Array, ...]:
     """The token and the weight of each assignment, sorted, both [tokens * top_k]; sizes [experts]; places [tokens, top_k].
 
-    logits: float32 [tokens, experts], of at most 255 tokens: an expert's bytes add up to one. top_k: at most 32.
+    logits: float32 [tokens, experts], of 1 to `MOST_TOKENS` tokens. top_k: 1 to 32, no more than experts.
     normalised: the weights of a token sum to 1; else the softmax is over all experts.
     """
     (tokens, experts), count = logits.shape, logits.shape[0] * top_k
+    if not (0 < tokens <= MOST_TOKENS and 0 < top_k <= min(experts, WARP)):
+        raise ValueError(f"{tokens} tokens, {experts} experts and top_k={top_k}: see the docstring")
     shape = _Shape(tokens, experts, top_k, normalised)
 
     def body(logits: Any, *outs: Any, barrier: Any, **shared: Any) -> None:
@@ -165,7 +172,7 @@ class _Warp:
 
     def choose(self) -> None:
         """Leaves in shared memory the choices of the warp's tokens, and how many of them each expert has."""
-        s, always = self.shape, self.own >= 0
+        s = self.shape
 
         def of_token(i: jax.Array, carry: Any) -> Any:
             slots, logits = carry
@@ -184,7 +191,7 @@ class _Warp:
         slots = [self.slot(i) for i in range(s.share)]
         slots, _ = lax.fori_loop(0, self.count, of_token, (slots, self._read(jnp.int32(0))))
         for i, slot in enumerate(slots):
-            lanes.store(self.shared["counts"], self.slot(i) * _WARPS + self.own, slot >> _COUNT, always)
+            lanes.store(self.shared["counts"], self.slot(i) * _WARPS + self.own, slot >> _COUNT)
 
     def _read(self, i: jax.Array) -> list[jax.Array]:
         """The bits of this thread's logits of the warp's i-th token, or of some other where it has none."""
@@ -193,7 +200,7 @@ class _Warp:
         at_once = math.gcd(s.share, s.experts, 4)
         for j in range(0, s.share, at_once):
             here = None if s.experts == WARP * s.share else self.expert(j) < s.experts
-            found += lanes.neighbours(self.logits, row + self.expert(j), at_once, here)
+            found += lanes.load_global(self.logits, row + self.expert(j), at_once, here)
         return found
 
     def _keys(self, logits: list[jax.Array]) -> list[jax.Array]:
@@ -222,7 +229,7 @@ class _Warp:
         here = (token < self.count) & (choice < s.top_k)
         local, of_all = (jnp.where(here, t, 0) for t in (self.own * s.each + token, self.first + token))
         choice = jnp.where(here, choice, 0)
-        chosen = jnp.where(here, lanes.load(self.shared["chosen"], local * s.top_k + choice), 0)
+        chosen = jnp.where(here, lanes.load_shared(self.shared["chosen"], local * s.top_k + choice), 0)
         slot = chosen & (1 << _COUNT) - 1
         logit = readable[of_all * s.experts + (slot & WARP - 1) * s.share + (slot >> WARP.bit_length() - 1)]
         top = lanes.float_of(lanes.of_lane(lanes.bits_of(logit), number & -s.across))
@@ -230,34 +237,34 @@ class _Warp:
         if s.normalised:
             total = lanes.total(weight, s.across)
         else:
-            total = lanes.float_of(lanes.load(self.shared["totals"], local))
+            total = lanes.float_of(lanes.load_shared(self.shared["totals"], local))
         return _Assignment(of_all, choice, slot, chosen >> _COUNT, weight / total, here)
 
     def _store(self, of: _Assignment, of_tokens: Any, of_weights: Any, places: Any) -> None:
         s = self.shape
-        place = lanes.load(self.shared["begins"], self.own * WARP * s.share + of.slot) + of.earlier
+        place = lanes.load_shared(self.shared["begins"], self.own * WARP * s.share + of.slot) + of.earlier
         lanes.store(of_tokens, place, of.token, of.here)
         lanes.store(of_weights, place, of.weight, of.here)
         lanes.store(places, of.token * s.top_k + of.choice, place, of.here)
 
     def _begin(self, counts: Any, sizes: Any) -> None:
         """Stores the sizes of groups, and in shared memory where the warp's own tokens begin in each."""
-        s, always = self.shape, self.own >= 0
+        s = self.shape
         before = (1 << 8 * self.own) - 1  # the bytes of earlier warps
         masks = [jnp.where(self.group > i, -1, jnp.where(self.group == i, before, 0)) for i in range(s.warpgroups)]
         size, earlier = [], []
         for i in range(s.share):
-            words = [lanes.load(counts.at[group], self.slot(i)) for group in range(s.warpgroups)]
+            words = [lanes.load_shared(counts.at[group], self.slot(i)) for group in range(s.warpgroups)]
             size.append(_sum_of_bytes(words))
             earlier.append(_sum_of_bytes([word & mask for word, mask in zip(words, masks, strict=True)]))
         own = functools.reduce(jnp.add, size)
         begin = lanes.sums(own) - own
         for i in range(s.share):
-            lanes.store(self.shared["begins"], self.own * WARP * s.share + self.slot(i), begin + earlier[i], always)
+            lanes.store(self.shared["begins"], self.own * WARP * s.share + self.slot(i), begin + earlier[i])
             here = (self.group == 0) & (self.own == 0) & (self.expert(i) < s.experts)
             lanes.store(sizes, self.expert(i), size[i], here)
             begin += size[i]
-        lanes.meet()
+        lanes.warp_barrier()
 
 
 def _marked(keys: list[jax.Array], top_k: int) -> list[jax.Array]:
@@ -271,8 +278,7 @@ def _marked(keys: list[jax.Array], top_k: int) -> list[jax.Array]:
 
 
 def _key(bits: jax.Array) -> jax.Array:
-    """Of a float32's bits: int32 above _NONE, in the order of `sorting.in_order`; of both zeros 0. It is its own reverse."""
-    return jnp.maximum(jnp.where(bits < 0, -(2**31) - bits, bits), _NONE + 1)
+    return in_order(bits, _NONE)
 
 
 def _sum_of_exponentials(keys: list[jax.Array]) -> jax.Array:

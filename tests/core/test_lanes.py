@@ -71,14 +71,14 @@ def through_memory(x: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]
 
     def body(x: Any, added: Any, words: Any, smem: Any) -> None:
         own = lanes.number()
-        first, second = lanes.neighbours(x, 2 * own, 2, None)
+        first, second = lanes.load_global(x, 2 * own, 2, None)
         even = (own & 1) == 0
         lanes.store(added, 31 - own, lanes.float_of(first) + lanes.float_of(second), even)
         lanes.store(added, 31 - own, lanes.float_of(second), ~even)
         for i in range(4):
-            lanes.store(smem, 4 * own + i, own + i, own >= 0)
-        lanes.meet()
-        lanes.store(words, own, lanes.load(smem, own ^ 1), own >= 0)
+            lanes.store(smem, 4 * own + i, own + i)
+        lanes.warp_barrier()
+        lanes.store(words, own, lanes.load_shared(smem, own ^ 1))
 
     return engine.kernel(
         body,

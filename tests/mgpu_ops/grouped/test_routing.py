@@ -152,6 +152,12 @@ def test_a_process_with_several_gpus_leaves_routing_to_xla_which_may_split_the_p
     assert (routing.kernel(jnp.zeros((1, 8), F32), 2, True, None) is None) == (devices > 1)
 
 
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(256, 8, 2), (0, 8, 2), (4, 8, 9), (4, 64, 33)])
+def test_more_tokens_or_choices_than_are_counted_are_refused(tokens, experts, top_k):
+    with pytest.raises(ValueError, match=f"{tokens} tokens, {experts} experts and top_k={top_k}"):
+        routing_kernel.launch(jnp.zeros((tokens, experts)), top_k, True)
+
+
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"), [(1, 128, 8), (1, 512, 32), (5, 40, 3), (33, 33, 1), (64, 128, 8), (64, 512, 32)]

@@ -43,5 +43,8 @@ def test_a_layer_whose_tokens_a_kernel_routes_is_that_of_xla(tokens, assert_near
     x, logits = normal(0, tokens, d, dtype=jnp.bfloat16), normal(1, tokens, experts)
     shapes = ((experts, d, hidden), (experts, d, hidden), (experts, hidden, d))
     matrices = [normal(2 + i, *shape, dtype=jnp.bfloat16) * 0.05 for i, shape in enumerate(shapes)]
+    assert jax.device_count() > 1 or "mgpu_ops_moe_route" in str(
+        jax.make_jaxpr(functools.partial(moe, top_k=4))(x, logits, *matrices)
+    )
     by_kernels, plain = (jax.jit(functools.partial(moe, top_k=4, backend=backend)) for backend in (None, "xla"))
     assert_near(by_kernels(x, logits, *matrices), plain(x, logits, *matrices), 0.08)
