@@ -304,11 +304,9 @@ def _parts_as_tiles(p: Problem) -> Iterator[tuple[tuple[int, int, int], Sequence
         rows.append(gemm.ROWS)
     for m in rows:
         parts = math.ceil(p.m / m)
-        clusters = (
-            (("none", 1), ("m", 1)) if at_lines and parts % 2 == 0 and (parts == 2 or p.m > gemm.ROWS) else (("none", 1),)
-        )
-        columns = (64, 128) if parts == 2 or p.m > gemm.ROWS else (64,)
-        yield from (((m, n, k), ((1, "n"),), clusters) for n in columns for k in (line, 2 * line))
+        more = parts == 2 or p.m > gemm.ROWS  # of thirds and quarters of fewer rows, wide tiles and clusters were slower
+        clusters = [("none", 1)] + [("m", 1)] * (more and at_lines and parts % 2 == 0)
+        yield from (((m, n, k), ((1, "n"),), clusters) for n in ((64, 128) if more else (64,)) for k in (line, 2 * line))
 
 
 def _rows_of_parts(p: Problem, least: int = 1) -> Iterator[int]:
