@@ -28,7 +28,7 @@ from mgpu_ops.grouped.batches import batchable
 from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.problem import flops
-from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default, distance
+from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default, distance, space
 from mgpu_ops.grouped.ragged_contraction.problem import (
     SHAPES,
     SUITES,
@@ -228,7 +228,7 @@ SPEC = OpSpec(
     Config=Config,
     shapes=SHAPES,
     suites=SUITES,
-    space=common.space,
+    space=space,
     supports=supports,
     check=check,
     candidates=candidates,
