@@ -23,7 +23,6 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_config
-from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.batches import batchable
 from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread
 from mgpu_ops.grouped.config import Config

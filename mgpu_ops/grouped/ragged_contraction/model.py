@@ -32,8 +32,8 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     return common.space(problem, gpu) | {"memory_registers": (24, 40, _OF_WIDE_TILES)}
 
 
-# A producer of 40 registers that loads two parts of 128 columns beside 64, in windows of rows, spills 32 to 352 bytes, and of 48
-# up to 160 (compiled for an H200 by jax 0.11.2 and 0.12.0.1: 7 problems, steps of 64 and 128).
+# A producer of 40 registers that loads two parts of 128 columns beside 64, in windows of rows, spills 32 to 352 bytes, and
+# one of 48 up to 160 (compiled for an H200 by jax 0.11.2 and 0.12.0.1: 7 problems, steps of 64 and 128).
 _WIDE, _OF_WIDE_TILES = (64, 256), 56
 
 
