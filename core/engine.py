@@ -68,6 +68,7 @@ latency.tell_scheduler()
 early_compile.compile_early()
 jax_patches.lower_with_32_bits()
 jax_patches.call_with_numpy()
+jax_patches.forget_by_device()
 threads.run_on_own_client()
 threads.run_as_traced()
 

@@ -18,6 +18,7 @@
 | `early_compile.compile_early` | a program is compiled while its kernels are lowered | programs for one GPU |
 | `lower_with_32_bits` | a kernel reads the same with and without `JAX_ENABLE_X64` | kernels named `mgpu_ops_*` |
 | `call_with_numpy` | the interpreter's Python functions take NumPy's arrays | all interpreted kernels |
+| `forget_by_device` | a cluster that ends in the interpreter is forgotten by its own device alone | all interpreted kernels |
 | `opaque_threads` | code generated in this context reads the number of a thread anew | what a kernel asks for |
 | `threads.run_on_own_client` | simulated warpgroups run op by op on NumPy's arrays | all interpreted kernels |
 | `threads.run_as_traced` | simulated warpgroups run with `JAX_ENABLE_X64` as they were traced | all interpreted kernels |
@@ -27,6 +28,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -492,6 +494,78 @@ def call_with_numpy() -> None:
         return x.item() if isinstance(x, np.ndarray) else to_int(x)
 
     callbacks.io_callback_impl, shared_memory._to_int = call_function, number
+
+
+# --- Kernels that several devices interpret at once
+#
+# The interpreter simulates all devices of a shard_map in one memory, and forgets what the threads of a cluster have seen and
+# waited for when it ends. JAX then forgets that of all devices: threads of another one, in the midst of a kernel, lose their
+# clocks and named barriers, and what they did before counts as a race. A device that ends before the others takes barriers of
+# theirs for its own, left over.
+
+_BY_THREAD = (
+    "next_regs_id",
+    "pipelineable_async_tasks",
+    "tcgen05_completion_clocks",
+    "pending_tmem_stores",
+    "pending_tmem_loads",
+)
+# Attributes of an interpreter's memory: how many threads of each device's cluster, and how many devices, are at the end.
+_FINISHED, _AT_THE_END = "_mgpu_ops_finished", "_mgpu_ops_at_the_end"
+
+
+def forget_by_device() -> None:
+    """A cluster that ends is forgotten by the devices whose threads have all ended, and by no other.
+
+    The last device looks for barriers that are left over, of all.
+    """
+    memory: Any = shared_memory.GPUSharedMemory
+    reset, finished, check = memory.reset_per_cluster_state, memory.kernel_thread_finished, memory.assert_no_barriers_allocated
+
+    @functools.wraps(finished)
+    def thread_finished(self: Any, thread: Any) -> None:
+        finished(self, thread)
+        with self.lock:
+            self.__dict__.setdefault(_FINISHED, collections.Counter())[thread.device_id] += 1
+
+    @functools.wraps(reset)
+    def reset_finished(self: Any) -> None:
+        counts = self.__dict__.get(_FINISHED)
+        if counts is None or self.num_devices == 1:
+            reset(self)
+            return
+        with self.lock:
+            threads = self.num_blocks_per_cluster * self.num_pallas_threads_per_block
+            devices = {device for device, count in counts.items() if count == threads}
+            for device in devices:
+                del counts[device]
+            _forget(self, devices)
+
+    @functools.wraps(check)
+    def check_last(self: Any) -> None:
+        with self.lock:
+            ended = self.__dict__.get(_AT_THE_END, 0) + 1
+            setattr(self, _AT_THE_END, ended)
+        if ended == self.num_devices:
+            check(self)
+
+    memory.kernel_thread_finished, memory.reset_per_cluster_state = thread_finished, reset_finished
+    memory.assert_no_barriers_allocated = check_last
+
+
+def _forget(memory: Any, devices: set[int]) -> None:
+    """What `reset_per_cluster_state` does, of these devices' threads. Numbers that all share go on."""
+    for thread in memory.all_concurrent_threads:
+        if thread.device_id in devices:
+            memory.clocks[thread] = memory.VectorClock(memory.vector_clock_size)
+            memory.pending_smem_to_gmem_read_clocks[thread].clear()
+            memory.pending_smem_to_gmem_write_clocks[thread].clear()
+            for name in _BY_THREAD:
+                getattr(memory, name).pop(thread, None)
+            if hasattr(memory, "reallocation_checker"):  # of jax 0.12
+                memory.reallocation_checker.deallocated.pop(thread, None)
+    for key in [key for key in memory.named_barriers if key[0] in devices]:
+        del memory.named_barriers[key]
 
 
 # --- Numbers of threads

@@ -27,6 +27,8 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -864,6 +866,17 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, such as 5; 0: none")
 
 
+def _joined(arguments: Sequence[str]) -> list[str]:
+    """With "--tokens=-5,3" for "--tokens -5,3": by itself argparse takes a list that begins with a minus for an option."""
+    found: list[str] = []
+    for word in arguments:
+        if re.match(r"\s*-\d", word) and found and re.fullmatch(r"--[a-z-]+", found[-1]):
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a small language model on sums, or time steps of a large one.")
     every = list(BACKENDS | SERVING)
@@ -886,6 +899,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--recompute", action="store_true", help="compute gate and up, or experts, again in the backward pass")
     parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write the kernels of a step, and a layer's picture")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the times, on a GPU")
+    arguments = _joined(sys.argv[1:] if arguments is None else arguments)
     args = parser.parse_args(arguments)
     without_defaults = parser.parse_args(arguments, argparse.Namespace(**dict.fromkeys(vars(args))))
     given, of_training = {name for name, value in vars(without_defaults).items() if value is not None}, {"backend", "steps"}

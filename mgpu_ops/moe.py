@@ -518,7 +518,8 @@ def _of_sorted(
 ) -> jax.Array:
     """The layer without a gradient, of the token and the weight of each sorted assignment."""
     first = call.gated(x.dtype.name)
-    if w_gate.shape[2] <= _IN_THE_LOAD:
+    columns = w_gate.shape[2]
+    if isinstance(columns, int) and columns <= _IN_THE_LOAD:  # an exported function may have a symbolic number
         hidden = gated.gated(dataclasses.replace(first, row_indices=True), x, w_gate, w_up, sizes, tokens)
     else:
         hidden = gated.gated(first, rows_of_tokens(x, tokens, positions), w_gate, w_up, sizes)

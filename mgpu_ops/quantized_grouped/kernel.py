@@ -28,8 +28,8 @@ from mgpu_ops.core.pipeline import Pipeline
 from mgpu_ops.core.rows import rows_view, store_rows
 from mgpu_ops.grouped.kernel import zeros_to
 from mgpu_ops.matmul.quantized.kernel import Block, Tile, scratch
-from mgpu_ops.matmul.quantized.problem import Config, epilogue_rows, helper_registers, k_steps, storing_warpgroups
-from mgpu_ops.quantized_grouped.problem import Problem, most_tiles
+from mgpu_ops.matmul.quantized.problem import Config, epilogue_rows, k_steps, storing_warpgroups
+from mgpu_ops.quantized_grouped.problem import Problem, helper_registers, most_tiles
 
 
 @dataclasses.dataclass(frozen=True)

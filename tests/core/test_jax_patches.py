@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from jax._src.interpreters import mlir
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import lowering
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax._src.state import indexing
 from jax.experimental import io_callback
 from jax.experimental.mosaic import gpu
@@ -74,6 +76,30 @@ def test_functions_that_other_programs_call_get_jaxs_arrays_as_ever():
     jax.jit(lambda x: io_callback(note, x, x))(jnp.ones(3)).block_until_ready()
     assert engine.kernel  # with all patches
     assert issubclass(given[0], jax.Array)
+
+
+def test_a_cluster_that_ends_is_forgotten_by_its_own_device_alone():
+    one = threading.Barrier(1)
+    memory = shared_memory.GPUSharedMemory(
+        num_devices=2, num_threads_per_block=1, num_blocks_per_cluster=2, num_tma_threads_per_device=2,
+        out_of_bounds_reads="raise", dma_execution_mode="eager", uninitialized_memory="nan", detect_races=True,
+        barrier=one, clean_up_barrier=one,
+    )  # fmt: skip
+    first, second = ([shared_memory.Warpgroup(device, 0, block, 0) for block in range(2)] for device in range(2))
+    seen = lambda thread: int(memory.get_clock(thread).generic_clock.clock.max())  # noqa: E731
+    for thread in (*first, *second):
+        memory.incr_clock(thread)
+        memory.named_barrier(thread, 0, 1)
+    for thread in first:
+        memory.kernel_thread_finished(thread)
+    memory.kernel_thread_finished(second[0])  # of two blocks
+    memory.reset_per_cluster_state()
+    assert [seen(thread) for thread in (*first, *second)] == [0, 0, 1, 1]
+    assert {device for device, *_ in memory.named_barriers} == {1}
+    memory.kernel_thread_finished(second[1])
+    memory.reset_per_cluster_state()
+    assert [seen(thread) for thread in second] == [0, 0]
+    assert not memory.named_barriers
 
 
 def test_equal_variables_are_all_that_others_lead_to():

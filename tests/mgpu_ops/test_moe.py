@@ -413,6 +413,19 @@ def test_a_symbolic_number_of_tokens_is_refused_with_a_way_out():
         jax.export.export(jax.jit(layer))(x, logits, weights, weights, weights)
 
 
+@pytest.mark.parametrize("sides", ["16, h", "d, 24", "d, h"])
+def test_a_symbolic_width_and_hidden_width_are_exported_with_the_gradients(sides, assert_near):
+    d, hidden = jax.export.symbolic_shape(sides)
+    shapes = ((8, d), (8, 4), (4, d, hidden), (4, d, hidden), (4, hidden, d))
+    step = jax.jit(jax.value_and_grad(lambda *arrays: (moe(*arrays, 2) ** 2).sum(), tuple(range(5))))
+    exported = jax.export.export(step)(*(jax.ShapeDtypeStruct(shape, F32) for shape in shapes))
+    forward = jax.export.export(jax.jit(functools.partial(moe, top_k=2)))(*(jax.ShapeDtypeStruct(s, F32) for s in shapes))
+    arrays = [x.astype(F32) for x in layer(8, 16, 24, 4)]
+    assert_near(forward.call(*arrays), moe(*arrays, 2), 1e-5)
+    for ours, wanted in zip(jax.tree.leaves(exported.call(*arrays)), jax.tree.leaves(step(*arrays)), strict=True):
+        assert_near(ours, wanted, 1e-5)
+
+
 def test_captured_problems_are_those_of_the_kernels():
     x, _, *weights = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layer(64, 64, 128, 4))
     loss = lambda x, *w: (moe(x, jnp.zeros((64, 4)), *w, 2).astype(F32) ** 2).sum()  # noqa: E731

@@ -138,6 +138,19 @@ def test_compiled_it_spills_nothing_no_wgmma_waits_for_another_and_its_shared_me
     assert overwritten(report.sass) == []
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    "other", [{}, {"group_offset": True}, {"group_size": 32}], ids=["all groups", "a shard", "groups of 32"]
+)
+def test_the_default_of_8_rows_and_long_steps_of_int4_by_group_spills_nothing(other):
+    problem = replace(OP.shapes["mixtral-8x7b-gate_up-16-random-w4"], **other)
+    config = OP.default(problem, H200)
+    assert (config.tile_m, config.tile_k, config.compute_warpgroups) == (8, 512, 4)
+    arrays = jax.eval_shape(functools.partial(OP.inputs, problem), jax.random.key(0))
+    report = aot.compile_for(H200, functools.partial(OP.run, problem, config, H200), *arrays)
+    assert (report.spills, report.serialized) == (0, "")
+
+
 # --- the function
 
 

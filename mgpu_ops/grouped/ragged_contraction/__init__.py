@@ -23,12 +23,11 @@ from mgpu_ops.core import mesh
 from mgpu_ops.core.batching import one_after_the_other
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import check_config
-from mgpu_ops.grouped import model as common
 from mgpu_ops.grouped.batches import batchable
 from mgpu_ops.grouped.calls import checked_operands, checked_out_dtype, checked_sizes, checked_spread
 from mgpu_ops.grouped.config import Config
 from mgpu_ops.grouped.problem import flops
-from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default, distance
+from mgpu_ops.grouped.ragged_contraction.model import candidates, cost, default, distance, space
 from mgpu_ops.grouped.ragged_contraction.problem import (
     SHAPES,
     SUITES,
@@ -228,7 +227,7 @@ SPEC = OpSpec(
     Config=Config,
     shapes=SHAPES,
     suites=SUITES,
-    space=common.space,
+    space=space,
     supports=supports,
     check=check,
     candidates=candidates,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from mgpu_ops.core.gemm import epilogue_tiles
 from mgpu_ops.core.gpu import Gpu
@@ -22,6 +25,16 @@ _HANDED_OUT, _OUT_OF_TURN = 5e-6, 1.01  # s, and times as long
 _BEHIND = 1.5  # standard deviations of a block's time
 _SQUARES = {"even": 0.0, "sparse": 1.5}  # of groups' sizes, less the mean, over its square; of random ones
 _RANDOM = 0.25
+
+
+def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
+    """`common.space`, and the registers that the producer of some tiles takes."""
+    return common.space(problem, gpu) | {"memory_registers": (24, 40, _OF_WIDE_TILES)}
+
+
+# A producer of 40 registers that loads two parts of 128 columns beside 64, in windows of rows, spills 32 to 352 bytes, and
+# one of 48 up to 160 (compiled for an H200 by jax 0.11.2 and 0.12.0.1: 7 problems, steps of 64 and 128).
+_WIDE, _OF_WIDE_TILES = (64, 256), 56
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
@@ -69,6 +82,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     epilogues = lambda wg_n: ((wg_n, 1), (row, 2), (row, 1))  # noqa: E731
     runs = lambda c: check(problem, c, gpu) is None  # noqa: E731
     legal = common.candidates(epilogues, runs, schedules=SCHEDULES, row=panel(problem.dtype))
+    legal = [dataclasses.replace(c, memory_registers=_OF_WIDE_TILES) if (c.tile_m, c.tile_n) == _WIDE else c for c in legal]
     return sorted(legal, key=lambda c: cost(problem, c, gpu))
 
 

@@ -7,6 +7,7 @@ empty groups are NaN as well. An output without NaN was written everywhere, from
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import random
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType, PartitionSpec
 
 from mgpu_ops import GroupedMatmulConfig, GroupedMatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.core import dynamic_scheduler, engine, gpu
@@ -430,6 +432,44 @@ def test_detector_finds_a_stage_that_is_declared_empty_before_it_was_read(proble
 def test_detector_finds_a_store_that_does_not_wait_for_its_buffer(problem, monkeypatch):
     wait_for_all_stores_only(monkeypatch)
     assert has_a_race(of_odd_sizes(problem, FOUR_EPILOGUE_TILES))
+
+
+# --- several devices, which the interpreter simulates at once: one has tiles left when another's have ended
+
+
+def of_two_devices(sizes: Sequence[int]) -> tuple[Callable[[], jax.Array], np.ndarray]:
+    """Two groups of each of two devices, 70 rows and 192 columns: the kernel interpreted for both, and what it should give."""
+    problem, config = P(70, 192, 64, 2), replace(BASE, epilogue_slots=2)
+    lhs, rhs = (np.concatenate([x, x[::-1]]) for x in operands(problem))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    run = functools.partial(GROUPED.run, problem, config, FEW_SMS, interpret=True)
+    both = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"), check_vma=False))
+    shards = zip(*(np.split(x.astype(np.float64), 2) for x in (lhs, rhs)), np.split(np.array(sizes), 2), strict=True)
+    wanted = [np.zeros((70, 192)) for _ in range(2)]
+    for out, (rows, matrices, counts) in zip(wanted, shards, strict=True):
+        first = 0
+        for matrix, count in zip(matrices, counts, strict=True):
+            out[first : first + count] = rows[first : first + count] @ matrix
+            first += count
+    return lambda: both(lhs, rhs, np.array(sizes, np.int32)), np.concatenate(wanted)
+
+
+@pytest.mark.parametrize("sizes", [(1, 0, 5, 65), (70, 0, 0, 2)], ids=["the first ends first", "the second ends first"])
+def test_several_devices_are_interpreted_at_once_without_a_race(sizes, assert_near):
+    run, wanted = of_two_devices(sizes)
+    with quiet_interpreter():
+        out = run().block_until_ready()
+    assert not engine.races_found()
+    assert_near(np.asarray(out).astype(np.float64), wanted, 8e-3)
+
+
+def test_detector_finds_a_race_of_several_devices(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("mgpu_ops.grouped.kernel"), "Pipeline", Hasty)
+    found = has_a_race(of_two_devices((20, 50, 5, 65))[0])
+    with contextlib.suppress(Exception):  # of the other device, which may be at work still
+        jax.effects_barrier()
+    engine.reset_interpreter()
+    assert found
 
 
 def test_rows_that_nothing_writes_show_as_nan(monkeypatch):

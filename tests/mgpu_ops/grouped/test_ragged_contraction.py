@@ -378,6 +378,15 @@ def test_kernel_compiles_without_spills_into_the_bytes_that_check_counts(problem
     ragged.assert_compiles(SPEC, problem, config)
 
 
+@needs_compiler
+@pytest.mark.parametrize("n", [16136, 16128], ids=["columns that TMA clips", "whole swizzle rows"])
+@pytest.mark.parametrize("tile_k", [64, 128])
+def test_the_producer_of_tiles_of_64x256_has_registers_enough(n, tile_k):
+    problem = P(1674, n, 272, 196, spread="even")
+    tiles = [c for c in SPEC.candidates(problem, H200) if (c.tile_m, c.tile_n, c.tile_k) == (64, 256, tile_k)]
+    ragged.assert_compiles(SPEC, problem, next(c for c in tiles if c.schedule == "dynamic"))
+
+
 # --- errors: the value, the rule, the way out
 
 S = jax.ShapeDtypeStruct

@@ -559,8 +559,7 @@ DEPTH = {
     "in_specs": (PartitionSpec(None, "x"), PartitionSpec("x")),
     "out_specs": PartitionSpec(),
 }
-# JAX's interpreter runs kernels of several devices only in lockstep, which these are not.
-PLACES = pytest.mark.parametrize(("backend", "devices"), [("xla", 8), ("interpret", 1)])
+PLACES = pytest.mark.parametrize(("backend", "devices"), [("xla", 8), ("interpret", 1), ("interpret", 2)])
 
 
 def sharded_rows(backend: str | None, devices: int) -> Callable[..., jax.Array]:
