@@ -168,7 +168,8 @@ def test_a_kernel_that_could_not_be_lowered_leaves_products_of_the_next_one_whol
     def of_a_step() -> float:
         """The instructions of a step of 64 of k, however often a loop is unrolled."""
         a, b = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((128, 512), (512, 512)))
-        (ptx,) = aot.ptx("h200", functools.partial(mgpu_ops.matmul, backend="mosaic"), a, b)
+        default = mgpu_ops.spec_of("matmul").default(mgpu_ops.MatmulProblem(128, 512, 512), gpus.find("h200"))
+        (ptx,) = aot.ptx("h200", functools.partial(mgpu_ops.matmul, config=dataclasses.replace(default, tile_k=64)), a, b)
         return ptx.count("wgmma.mma_async") / ptx.count("wgmma.commit_group")
 
     def fail(_: Any) -> None:
