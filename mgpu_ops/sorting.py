@@ -45,9 +45,10 @@ def best(logits: jax.Array, of: jax.Array, top_k: int) -> tuple[jax.Array, jax.A
 
 
 def in_order(bits: jax.Array, least: int) -> jax.Array:
-    """Of float32's bits: int32 above `least`, in the same order, both zeros 0. It is its own reverse.
+    """Of float32's bits: int32 above `least`, in the same order, both zeros 0.
 
-    NaNs with a sign are the least, other NaNs the largest. Those that would be `least` or less are all the next number.
+    NaNs with a sign are the least, other NaNs the largest. It is its own reverse, but for NaNs that would be `least` or less:
+    they are all the next number.
     """
     return jnp.maximum(jnp.where(bits < 0, -(2**31) - bits, bits), least + 1)
 

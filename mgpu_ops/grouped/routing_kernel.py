@@ -44,7 +44,10 @@ def launch(logits: jax.Array, top_k: int, normalised: bool, *, interpret: bool =
     """
     (tokens, experts), count = logits.shape, logits.shape[0] * top_k
     if not (0 < tokens <= MOST_TOKENS and 0 < top_k <= min(experts, WARP)):
-        raise ValueError(f"{tokens} tokens, {experts} experts and top_k={top_k}: see the docstring")
+        raise ValueError(
+            f"{tokens} tokens, {experts} experts and top_k={top_k}: the kernel takes 1 to {MOST_TOKENS} tokens, and a top_k of "
+            f"1 to {WARP} that is no more than the experts; XLA routes others"
+        )
     shape = _Shape(tokens, experts, top_k, normalised)
 
     def body(logits: Any, *outs: Any, barrier: Any, **shared: Any) -> None:
