@@ -55,6 +55,7 @@ tma.copy_any_shape()
 jax_patches.add_in_float32()
 jax_patches.narrow_products()
 jax_patches.share_descriptors()
+jax_patches.initialize_by_warps()
 jax_patches.copy_alone()
 jax_patches.announce_relaxed()
 jax_patches.promote_loads()
@@ -424,7 +425,7 @@ def kernel(
             scratch[key] = t.handle(scratch[key], received.get(key), interpret)
         with interpreted(interpret), inflight.watched(), regions.named_primitives():
             if not interpret:
-                _mark()
+                _mark(launch)
             body(*refs, **scratch)
             hazards.check({**launch.grid, **launch.cluster}, launch.warpgroups)
 
@@ -463,9 +464,9 @@ def kernel(
     return call
 
 
-def _mark() -> None:
+def _mark(launch: Launch) -> None:
     """Marks the kernel being traced: it gets the patches that others' kernels do not."""
-    plgpu.inline_mgpu()(jax_patches.mark)()
+    plgpu.inline_mgpu()(functools.partial(jax_patches.mark, warps=4 * launch.warpgroups))()
 
 
 def narrow_wgmma(whole: int, columns: int) -> None:

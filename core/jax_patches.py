@@ -6,6 +6,7 @@
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
 | `share_descriptors` | operands of wgmma in one buffer are described by distances from its start | kernels that ask for it |
+| `initialize_by_warps` | a block's warps share its barriers where they initialise them | kernels of `engine.kernel` |
 | `copy_alone` | a warp starts a copy without waiting for its warpgroup's others | producers that ask for it |
 | `announce_relaxed` | a block tells another how many bytes it sends without a fence | kernels of `engine.kernel` |
 | `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
@@ -52,12 +53,16 @@ from mgpu_ops.core.contexts import having
 
 # --- Kernels of engine.kernel
 
-_MARK = "_mgpu_ops_kernel"  # attribute of a kernel's LaunchContext
+_MARK, _WARPS = "_mgpu_ops_kernel", "_mgpu_ops_warps"  # attributes of a kernel's LaunchContext
 
 
-def mark(context: launch_context.LaunchContext) -> None:
-    """Marks the kernel that is being lowered as one of `engine.kernel`, with nothing left of one that could not be lowered."""
+def mark(context: launch_context.LaunchContext, warps: int) -> None:
+    """Marks the kernel that is being lowered as one of `engine.kernel`, with nothing left of one that could not be lowered.
+
+    warps: of a block.
+    """
     setattr(context, _MARK, True)
+    setattr(context, _WARPS, warps)
     _depth.set(0)
     _alone.set(False)
 
@@ -226,6 +231,83 @@ def share_descriptors() -> None:
         return arith.addi(encode(utils.memref_ptr(start), *args, **options), distance)
 
     module.mma_utils.encode_descriptor = encode_descriptor
+
+
+# --- Barriers of a block
+#
+# Mosaic GPU has one thread initialise all barriers, each by instructions of its own, which all warps fetch: a kernel with 28 takes
+# half a microsecond longer than one with four. Each warp can initialise one, or every so many-th, by the same instructions.
+
+_INITIALIZE = "mosaic_gpu.initialize_barrier"
+_BARRIERS = "_mgpu_ops_barriers"  # attribute of a kernel's LaunchContext: arrays of barriers that are not initialised yet
+
+
+def initialize_by_warps() -> None:
+    """In marked kernels, a block's warps share its barriers where they initialise them."""
+    owner: Any = utils.BarrierRef
+    lower, initialize = dialect_lowering._lowerings[_INITIALIZE], owner.initialize
+
+    @functools.wraps(lower)
+    def lower_marked(context: Any, op: Any) -> Any:
+        launch = context.launch_context
+        if not is_marked(launch):
+            return lower(context, op)
+        threads = 1 if op.orders_tensor_core.value else utils.WARPGROUP_SIZE
+        arrays = getattr(launch, _BARRIERS, [])
+        arrays.append((op.base_pointer, op.num_barriers.value, op.arrival_count.value * threads))
+        setattr(launch, _BARRIERS, arrays)
+        if not _follows(op):
+            setattr(launch, _BARRIERS, [])
+            for first in range(0, sum(number for _, number, _ in arrays), getattr(launch, _WARPS)):
+                _initialize(arrays, first, context._single_thread_per_warp_predicate)
+        return []
+
+    @functools.wraps(initialize)
+    def initialize_later(barriers: Any, arrival_count: int = 1) -> Any:
+        """As those of a block alone, those of a cluster become an operation, which is lowered with the others."""
+        if not _is_ours(_module()):
+            return initialize(barriers, arrival_count)
+        pointer, [number] = utils.memref_ptr(barriers), ir.MemRefType(barriers.type).shape
+        dialect.initialize_barrier(pointer, arrival_count, number, True)  # threads are counted
+        zero = utils.c(0, ir.IntegerType.get_signless(32))
+        phases = memref.alloca(ir.MemRefType.get((), zero.type), [], [])
+        memref.store(zero, phases, [])
+        return owner(pointer, zero, phases, number)
+
+    dialect_lowering._lowerings[_INITIALIZE] = lower_marked
+    owner.initialize = staticmethod(initialize_later)
+
+
+def _module() -> Any:
+    """The module that is being written."""
+    op = ir.InsertionPoint.current.block.owner
+    while op.parent is not None:
+        op = op.parent
+    return op
+
+
+def _follows(op: Any) -> bool:
+    """Whether another array of barriers of the block is initialised behind this one."""
+    ops = list(op.operation.block.operations)
+    own = next(i for i, other in enumerate(ops) if other.operation == op.operation)
+    return any(other.operation.name == _INITIALIZE for other in ops[own + 1 :])
+
+
+def _initialize(arrays: list[tuple[Any, int, int]], first: int, elected: Any) -> None:
+    """Each warp's elected thread initialises the barrier with its warp's number, counted over the arrays from the `first` on."""
+    i32 = ir.IntegerType.get_signless(32)
+    number = arith.addi(utils.warp_idx(), utils.c(first, i32))
+    below = lambda end: arith.cmpi(arith.CmpIPredicate.ult, number, utils.c(end, i32))  # noqa: E731
+    start = sum(length for _, length, _ in arrays)
+    exists, pointer, count = below(start), None, None
+    for base, length, arrivals in reversed(arrays):
+        end, start = start, start - length
+        at, wanted = utils.getelementptr(base, [-start], ir.IntegerType.get_signless(64)), utils.c(arrivals, i32)
+        pointer = at if pointer is None else arith.select(below(end), at, pointer)
+        count = wanted if count is None else arith.select(below(end), wanted, count)
+    pointer = utils.getelementptr(pointer, [number], ir.IntegerType.get_signless(64))
+    code, one = "mbarrier.init.shared::cta.b64 [$0], $1;", arith.andi(exists, elected)
+    utils.inline_ptx(code, pointer, count, predicate=one, has_side_effects=True)
 
 
 # --- Copies of a producer
@@ -401,7 +483,7 @@ def forget_numbers() -> None:
     mosaic._mosaic_gpu_lowering_rule = lower_without_number
 
 
-def _is_ours(kernel: ir.Module) -> bool:
+def _is_ours(kernel: Any) -> bool:
     attributes = kernel.operation.attributes
     return "sym_name" in attributes and ir.StringAttr(attributes["sym_name"]).value.startswith(PREFIX)
 

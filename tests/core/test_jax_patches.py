@@ -21,6 +21,7 @@ from jax._src.state import indexing
 from jax.experimental import io_callback
 from jax.experimental.mosaic import gpu
 from jax.experimental.mosaic.gpu import constraints
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import mgpu_ops
@@ -240,6 +241,84 @@ def test_copies_start_without_a_barrier_in_producers_that_ask_for_it_alone():
     with pytest.raises(RuntimeError, match="not lowered"):
         barriers_of(copied(alone=True, then=fail))
     assert barriers_of(others) == before
+
+
+BARRIERS = {"one": (6, 1), "two": (12, 2)}  # name: how many barriers there are, and after how many arrivals a phase ends
+
+
+def meeting(kernel: Any, **scratch: Any) -> Any:
+    """A kernel of two warpgroups that meet at all of its barriers in turn: out[i] is i + 1 for each barrier."""
+
+    def body(out_ref: Any, x: Any, one: Any, two: Any, **others: Any) -> None:
+        wg = jax.lax.axis_index("wg")
+
+        def arrive_and_wait(number: int, barrier: Any, arrives: Any) -> None:
+            @pl.when(wg == 0)
+            def _() -> None:
+                x[number] = jnp.full((128,), number + 1, jnp.int32)
+                plgpu.barrier_arrive(barrier)
+
+            pl.when(jnp.logical_and(wg == 1, arrives))(lambda: plgpu.barrier_arrive(barrier))
+            plgpu.barrier_wait(barrier)
+
+        number = 0
+        for barriers, (count, arrivals) in zip((one, two), BARRIERS.values(), strict=True):
+            for i in range(count):
+                arrive_and_wait(number, barriers.at[i], arrivals == 2)
+                number += 1
+        for barrier in others.values():
+            plgpu.barrier_arrive(barrier)
+            plgpu.barrier_wait(barrier)
+
+        @pl.when(wg == 1)
+        def _() -> None:
+            for i in range(number):
+                out_ref[jax.lax.axis_index("block"), jax.lax.axis_index("cluster"), i] = x[i]
+
+    total = sum(count for count, _ in BARRIERS.values())
+    barriers = {k: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count) for k, (count, arrivals) in BARRIERS.items()}
+    out_type = jax.ShapeDtypeStruct((1, 2, total, 128), jnp.int32)
+    return kernel(body, out_type, {"x": plgpu.SMEM((total, 128), jnp.int32), **barriers, **scratch})
+
+
+def own(body: Any, out_type: Any, scratch: Any) -> Any:
+    launch = engine.Launch("mgpu_ops_test", {"block": 1}, cluster={"cluster": 2}, warpgroups=2)
+    return engine.kernel(body, launch, out_type=out_type, scratch_types=scratch)
+
+
+def of_others(body: Any, out_type: Any, scratch: Any) -> Any:
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        grid=(1,),
+        grid_names=("block",),
+        cluster=(2,),
+        cluster_names=("cluster",),
+        num_threads=2,
+        thread_name="wg",
+    )
+
+
+def cluster_barrier() -> Any:
+    return plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2)
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_the_warps_of_a_block_share_the_barriers_that_they_initialise_in_kernels_of_this_library_alone():
+    def initialised(kernel: Any) -> int:
+        return aot.compile_for("h200", meeting(kernel, met=cluster_barrier())).ptx.count("mbarrier.init.shared")
+
+    assert initialised(of_others) == 19
+    assert initialised(own) == 3  # by each of eight warps
+    assert initialised(of_others) == 19
+
+
+@pytest.mark.gpu
+def test_each_barrier_of_a_block_ends_its_phase_after_its_own_arrivals():
+    found = meeting(own, met=cluster_barrier())()
+    assert jnp.array_equal(found, jnp.broadcast_to(jnp.arange(1, 19)[:, None], (1, 2, 18, 128)))
 
 
 @pytest.mark.gpu
