@@ -56,6 +56,7 @@ jax_patches.add_in_float32()
 jax_patches.narrow_products()
 jax_patches.share_descriptors()
 jax_patches.initialize_by_warps()
+jax_patches.number_by_rank()
 jax_patches.copy_alone()
 jax_patches.announce_relaxed()
 jax_patches.promote_loads()
@@ -407,6 +408,8 @@ def kernel(
     on a GPU although it compiles raises `inflight.InFlight` or `hazards.UnsafeKernel` when it is traced.
     """
     interpret = launch.interpret
+    if not interpret and len(launch.cluster) > 1:
+        raise ValueError(f"cluster={launch.cluster}: a compiled kernel's cluster has one dimension")  # `number_by_rank`
     if interpret:  # it simulates one cluster at a time, and waits for it in one more thread
         threads.provide(math.prod(launch.cluster.values()) * launch.warpgroups + 1)
     else:

@@ -7,6 +7,7 @@
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
 | `share_descriptors` | operands of wgmma in one buffer are described by distances from its start | kernels that ask for it |
 | `initialize_by_warps` | a block's warps share its barriers where they initialise them | kernels of `engine.kernel` |
+| `number_by_rank` | a block reads its number in a cluster, without a division | kernels named `mgpu_ops_*` |
 | `copy_alone` | a warp starts a copy without waiting for its warpgroup's others | producers that ask for it |
 | `announce_relaxed` | a block tells another how many bytes it sends without a fence | kernels of `engine.kernel` |
 | `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
@@ -235,8 +236,8 @@ def share_descriptors() -> None:
 
 # --- Barriers of a block
 #
-# Mosaic GPU has one thread initialise all barriers, each by instructions of its own, which all warps fetch: a kernel with 28 takes
-# half a microsecond longer than one with four. Each warp can initialise one, or every so many-th, by the same instructions.
+# Mosaic GPU has one thread initialise all barriers, each by instructions of its own, which all warps fetch: a kernel with 28
+# takes 0.4 us longer than one with four. Each warp can initialise one, or every so many-th, by the same instructions.
 
 _INITIALIZE = "mosaic_gpu.initialize_barrier"
 _BARRIERS = "_mgpu_ops_barriers"  # attribute of a kernel's LaunchContext: arrays of barriers that are not initialised yet
@@ -294,7 +295,7 @@ def _follows(op: Any) -> bool:
 
 
 def _initialize(arrays: list[tuple[Any, int, int]], first: int, elected: Any) -> None:
-    """Each warp's elected thread initialises the barrier with its warp's number, counted over the arrays from the `first` on."""
+    """A thread of each warp initialises the barrier with its warp's number, counted over the arrays from the `first` on."""
     i32 = ir.IntegerType.get_signless(32)
     number = arith.addi(utils.warp_idx(), utils.c(first, i32))
     below = lambda end: arith.cmpi(arith.CmpIPredicate.ult, number, utils.c(end, i32))  # noqa: E731
@@ -308,6 +309,27 @@ def _initialize(arrays: list[tuple[Any, int, int]], first: int, elected: Any) ->
     pointer = utils.getelementptr(pointer, [number], ir.IntegerType.get_signless(64))
     code, one = "mbarrier.init.shared::cta.b64 [$0], $1;", arith.andi(exists, elected)
     utils.inline_ptx(code, pointer, count, predicate=one, has_side_effects=True)
+
+
+# --- A block's number in its cluster
+#
+# ptxas divides a block's index by the cluster's size, which it does not know: 25 instructions, before the first copy. Where a
+# cluster has one dimension, the number is its rank, which is in a register. Source: PTX ISA, "%cluster_ctarank".
+
+
+def number_by_rank() -> None:
+    """In our kernels, whose clusters have one dimension (`engine.kernel`), a block reads its number in the cluster."""
+    gpu: Any = utils.gpu  # type: ignore[attr-defined]
+    ask = gpu.cluster_block_id
+
+    @functools.wraps(ask)
+    def cluster_block_id(dimension: Any, **options: Any) -> Any:
+        if dimension != gpu.Dimension.x or not _is_ours(_module()):
+            return ask(dimension, **options)
+        rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
+        return arith.index_castui(ir.IndexType.get(), rank)
+
+    gpu.cluster_block_id = cluster_block_id
 
 
 # --- Copies of a producer

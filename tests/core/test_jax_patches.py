@@ -19,9 +19,9 @@ from jax._src.pallas.mosaic_gpu import lowering
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax._src.state import indexing
 from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu
 from jax.experimental.mosaic.gpu import constraints
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import mgpu_ops

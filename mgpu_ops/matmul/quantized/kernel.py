@@ -73,6 +73,9 @@ class Tile:
     matrix: tuple[jax.Array, ...] = ()
 
 
+_EARLY = 32  # rows of a tile: up to as many are loaded ahead of the weights that they are multiplied with
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """One block: arrays in global memory, the stages of the pipeline, and what consumers add up in.
@@ -130,10 +133,13 @@ class Block:
         first = (tile.step + step) * c.tile_k
         columns = pl.ds(tile.column, c.tile_n)
         stored = stored_panel(p)
+        if early := self.x_full is not None and c.tile_m <= _EARLY:  # x is put in order while the weights come
+            self.load_x(tile, first, stage, self.x_full.at[stage])
         for i in range(c.tile_k // stored):
             src = self.w.at[*tile.matrix, columns, pl.ds(first + i * stored, stored)]
             engine.copy_gmem_to_smem(src, self.w_smem.at[stage, i], full)
-        self.load_x(tile, first, stage, full if self.x_full is None else self.x_full.at[stage])
+        if not early:
+            self.load_x(tile, first, stage, full if self.x_full is None else self.x_full.at[stage])
         if p.group_size:
             groups = c.tile_k // p.group_size
             at = *tile.matrix, pl.ds((tile.step + step) * groups, groups), columns

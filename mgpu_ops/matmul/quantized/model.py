@@ -51,31 +51,36 @@ def space(problem: Product, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
-# Fitted to an H200 (results/2026-11-22-h200-quantized_matmul-w8.csv, -w4.csv and -rows.jsonl), from the instructions of the
-# compiled main loop (docs/kernels/quantized_matmul.md).
+# Fitted to an H200: 1 to 64 rows (results/2026-11-30-h200-quantized_matmul-few-rows.jsonl.gz), more rows
+# (results/2026-11-22-h200-quantized_matmul-rows.jsonl) and sweeps of products of groups.
 _UPCAST = {
-    "weights": {"int8": 3.1, "int4": 2.2},
-    "x": {"int8": 2.0, "int4": 1.1},
+    "weights": {"int8": 3.17, "int4": 2.34},
+    "x": {"int8": 2.07, "int4": 1.02},
 }  # instructions for each of a thread's weights, with wgmma
-_UNIT, _STEP = 20.0, 30.0  # beside for each 64 x 128 weights, and for each step
-_SCALED = 0.88  # for each row of x of a tile and 64 x 128 weights of a group of 128: scaling a sum
-_ISSUED = {1: 1.2, 2: 1.6, 3: 1.74, 4: 1.9}  # instructions a clock that so many warpgroups issue
-_ISSUED_IN_TURN = {2: 1.8, 3: 1.7, 4: 1.6}  # where they take whole steps (2026-11-23-h200-quantized_matmul-int4-limits.jsonl)
-_SMEM = 109.0  # bytes a clock that an SM's shared memory reads or writes
-_RATE = 0.84  # of the tensor cores' rate, whose left operand comes from registers
-_SUM = 0.64e-6  # s that adding up the sums of warpgroups, or of two blocks, takes a tile
-_SUM_IN_TURN = 0.1e-6  # where they take whole steps: most have ended before (2026-11-23-h200-quantized_matmul-steps*.jsonl)
-_STORE = 0.47e-6  # s that storing a tile takes
+_UNIT, _STEP = 37.3, 81.8  # beside for each 64 x 128 weights, and for each step
+_SCALED = 1.2  # for each row of x of a tile and 64 x 128 weights of a group of 128: scaling a sum
+_ISSUED = {1: 1.62, 2: 2.15, 3: 2.53, 4: 2.6}  # instructions a clock that so many warpgroups issue
+_ISSUED_IN_TURN = {2: 2.1, 3: 1.91, 4: 1.82}  # where they take whole steps
+_ALONE, _ALONE_UNIT, _ALONE_ROW = 206.0, 80.1, 8.77  # clocks of a warpgroup's own part of a step: for each unit, and its rows
+_SMEM = 128.0  # bytes a clock that an SM's shared memory reads or writes
+_LOADED = 60.0  # bytes a clock that TMA brings an SM
+_HBM = 0.939  # of the datasheet's bandwidth
+_SUM, _SUM_IN_TURN = 0.869e-6, 0.187e-6  # s that adding up the sums of warpgroups takes; where they take whole steps
+_SUM_OF_CLUSTER = 0.9e-6  # and those of two blocks
+_SHARED = 1.08  # times as long a step takes where two blocks share copies of x
+_START = 1.6e-6  # s from a launch to the first data, and that storing a tile takes
+_LAST = 1.19  # times a warpgroup's own part of a step: the last one overlaps with no load
 _WIDENING = 2.0  # times the time of HBM take XLA's kernels that write the weights in 16 bits
-_NORM = 11.0  # arithmetic, loads and HBM overlap (`gemm.together`)
+_NORM = 5.8  # arithmetic, loads and HBM overlap (`gemm.together`)
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
     """Modelled time in seconds, with at least the time of HBM.
 
-    step = |instructions / issued, shared memory, 2 tm tn tk / rate, bytes / load rate, latency / (steps in flight)|, of one SM
-    time = launch + latency + |waves * (k steps * step + sums + store), HBM bytes / HBM rate|
-    |...|: the times joined by a norm (`gemm.together`), not much more than the longest
+    step = |instructions / issued, shared memory, 2 tm tn tk / rate, bytes / load rate, latency / (stages - 1), alone / turns|
+    time = start + |waves * k steps * step, HBM bytes / HBM rate| + last alone + sums
+    |...|: the times joined by a norm (`gemm.together`), not much more than the longest; alone: a warpgroup's part of a step by
+    itself, which overlaps with others' where they take steps in turn.
     """
     return cost_of_tiles(problem, config, clusters_of_tiles(problem, config), bytes_moved(problem), gpu)
 
@@ -83,20 +88,34 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
 def cost_of_tiles(p: Product, c: Config, tiles: float, moved: int, gpu: Gpu) -> float:
     """`cost` of so many output tiles, or clusters of them, that move so many bytes of HBM."""
     waves = math.ceil(tiles / resident_clusters(cluster_size(c), gpu))
+    units = c.tile_n * c.tile_k / (ROWS * PANEL)
+    alone = (_ALONE + units / readers(c) * (_ALONE_UNIT + _ALONE_ROW * c.tile_m)) / gpu.clock_hz
+    memory = moved / gpu.memory_bytes_per_s
+    blocks = waves * k_steps(p, c) * _step(p, c, alone, gpu)
+    return _START + max(gemm.together(_NORM, blocks, memory / _HBM), 1.001 * memory) + _LAST * alone + _sums(c)
+
+
+def _step(p: Product, c: Config, alone: float, gpu: Gpu) -> float:
+    """Seconds of a step of an SM, of which a warpgroup's own part takes `alone`."""
+    in_turn = c.wg_dimension == "steps"
     weights, x = c.tile_n * c.tile_k, c.tile_m * c.tile_k * itemsize_of(p.dtype)
-    issued = _ISSUED_IN_TURN if c.wg_dimension == "steps" else _ISSUED
+    packed = weights_bytes(p, weights)
     step = gemm.together(
         _NORM,
-        _instructions(p, c) / issued[c.compute_warpgroups] / gpu.clock_hz,
-        (weights_bytes(p, weights) * 2 + x * (1 + 2 * (c.exchange == "x") + c.tile_n / 64)) / _SMEM / gpu.clock_hz,
-        2 * c.tile_m * weights * gpu.sms / (_RATE * gpu.bf16_flops),
-        (weights_bytes(p, weights) + x) / rates.load_bytes(gpu),
+        _instructions(p, c) / (_ISSUED_IN_TURN if in_turn else _ISSUED)[c.compute_warpgroups] / gpu.clock_hz,
+        (packed * 2 + x * (1 + 2 * (c.exchange == "x") + c.tile_n / ROWS)) / _SMEM / gpu.clock_hz,
+        2 * c.tile_m * weights * gpu.sms / gpu.bf16_flops,
+        (packed + x) / _LOADED / gpu.clock_hz,
         rates.LOAD_LATENCY / (c.max_concurrent_steps - 1),
+        alone / (c.compute_warpgroups if in_turn else 1),
     )
-    sums = {"n": 0.0, "k": _SUM, "steps": _SUM_IN_TURN}[c.wg_dimension] + (c.cluster == "k") * c.split_k**2 / 4 * _SUM
-    blocks = waves * (k_steps(p, c) * step + sums + _STORE)
-    memory = moved / gpu.memory_bytes_per_s
-    return rates.LAUNCH + rates.LOAD_LATENCY + max(gemm.together(_NORM, blocks, memory / rates.HBM), 1.001 * memory)
+    return step * (_SHARED if c.cluster == "n" else 1.0)
+
+
+def _sums(c: Config) -> float:
+    """Seconds that adding up sums takes."""
+    own = {"n": 0.0, "k": _SUM, "steps": _SUM_IN_TURN}[c.wg_dimension] if c.compute_warpgroups > 1 else 0.0
+    return own + (c.cluster == "k") * c.split_k**2 / 4 * _SUM_OF_CLUSTER
 
 
 def _instructions(p: Product, c: Config) -> float:
@@ -121,8 +140,7 @@ def candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     The pipeline is as deep as shared memory allows. Raises ValueError where `supports` has a reason.
     """
     require("quantized_matmul", supports(problem, gpu), problem, gpu)
-    shapes = itertools.chain(_shapes(problem), _in_turn(problem, gpu))
-    found = (deepest(problem, config, gpu) for config in shapes if not is_short_of_registers(problem, config))
+    found = (deepest(problem, config, gpu) for config in _shapes(problem) if not is_short_of_registers(problem, config))
     return sorted((c for c in found if c is not None), key=lambda c: cost(problem, c, gpu))
 
 
@@ -134,36 +152,51 @@ def is_short_of_registers(p: Product, c: Config) -> bool:
     adds_up = c.wg_dimension == "k" or c.cluster == "k"
     if p.residual and p.group_size and adds_up and c.tile_n > 128 and c.compute_warpgroups > 2:
         return True
-    if c.exchange != "x":
+    if c.tile_m <= ROWS and (p.group_size or c.wg_dimension == "steps") and _held(p, c) > _MOST_HELD[c.compute_warpgroups]:
+        return True
+    if c.exchange != "x" or c.wg_dimension == "steps" or c.tile_m < 48:
         return False
-    if c.tile_m < 48:  # four warpgroups' threads, with all of a long step each
-        return p.group_size > 0 and c.tile_m > 8 and c.tile_k > 256 and c.compute_warpgroups > 3 and c.wg_dimension == "n"
     if c.compute_warpgroups > 2:
         return c.tile_k > 128
     return p.group_size > 0 and (c.tile_k > 256 or c.tile_n * c.tile_k > 128 * 256)
 
 
+# By 390 kinds of tiles of 8 to 64 rows that were compiled, of which 52 spilled
+# (results/2026-11-30-h200-quantized_matmul-few-rows.jsonl.gz).
+_MOST_HELD = {1: 120, 2: 120, 3: 75, 4: 60}  # registers, by warpgroups
+
+
+def _held(p: Product, c: Config) -> float:
+    """About how many registers a warpgroup's sums take, and of groups two products and a step's weights."""
+    blocks, units = c.tile_n / ROWS, c.tile_n * c.tile_k / (ROWS * PANEL)
+    if c.wg_dimension == "n":
+        blocks /= c.compute_warpgroups
+    sums, step = blocks * c.tile_m / 2, units / readers(c)
+    if not p.group_size:
+        return sums * (1 + (c.compute_warpgroups > 2))
+    return sums + c.tile_m + 12 * step
+
+
 DIVISIONS = ((2, "n"), (3, "n"), (4, "n"), (2, "k"), (4, "k"))  # consumer warpgroups, and what they share
 _CLUSTERS = (("none", 1), ("n", 1), ("k", 2), ("k", 4))  # cluster, split_k
+_FEW = 64  # rows, up to which tiles may have a part of them, and warpgroups take steps in turn
 
 
 def _shapes(problem: Problem) -> Iterator[Config]:
-    """Tiles and how they are divided, with as many steps as any of them may have."""
+    """Tiles and how they are divided, with as many steps as any of them may have.
+
+    Of few rows tiles may have a half or a quarter: more of them then share the work, and each weight is read again from L2.
+    """
     tile_ms = [m for m in (8, 16, 24, 32, 48, 64, 128, 256) if m >= min(problem.m, 64)]
     few = next(m for m in tile_ms if m >= min(problem.m, 256))
-    choices = itertools.product(
-        {few, min(tile_ms)}, (64, 128, 192, 256), (128, 256, 512), DIVISIONS, _CLUSTERS, ("weights", "x")
-    )
+    rows, divisions = {few, min(tile_ms)}, DIVISIONS
+    if problem.m <= _FEW:
+        rows |= {part for part in (8, 16, 32) if problem.m / 4 <= part < problem.m}
+        divisions += ((2, "steps"), (3, "steps"))
+    choices = itertools.product(sorted(rows), (64, 128, 192, 256), (128, 256, 512), divisions, _CLUSTERS, ("weights", "x"))
     for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), (cluster, split_k), exchange in choices:
-        yield Config(tile_m, tile_n, tile_k, STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40, exchange)
-
-
-def _in_turn(problem: Problem, gpu: Gpu) -> Iterator[Config]:
-    """Where warpgroups that take whole steps were measured the fastest: few rows, and at most one tile for each SM."""
-    for cluster, split_k in (("none", 1), ("k", 2)):
-        config = Config(8 if problem.m <= 8 else 16, 64, 512, STEPS[-1], 2, "steps", cluster, split_k, 40, "x")
-        if problem.m <= 16 and clusters_of_tiles(problem, config) <= resident_clusters(cluster_size(config), gpu):
-            yield config
+        if wg_dimension != "steps" or tile_n <= 128:
+            yield Config(tile_m, tile_n, tile_k, STEPS[-1], warpgroups, wg_dimension, cluster, split_k, 40, exchange)
 
 
 def deepest(problem: Any, config: Config, gpu: Gpu, check: Callable[[Any, Config, Gpu], str | None] = check) -> Config | None:
