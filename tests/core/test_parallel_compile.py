@@ -109,7 +109,7 @@ def test_layers_that_are_alike_trace_and_lower_their_kernels_once(monkeypatch):
         lowered.append(jaxpr.debug_info.func_name)
         return lower(mesh, jax_mesh, jaxpr, *args, **options)
 
-    monkeypatch.setattr(engine, "_mark", lambda launch: (traced.append("a kernel"), mark())[1])
+    monkeypatch.setattr(engine, "_mark", lambda launch: (traced.append("a kernel"), mark(launch))[1])
     monkeypatch.setattr(lowering, "lower_unpipelined_jaxpr_to_module", note_lowered)
     shape = jax.ShapeDtypeStruct((1, 192, 1, 64), jnp.bfloat16)  # that no other test has
     with gpu.target("h100-sxm"):
