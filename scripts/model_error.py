@@ -42,6 +42,7 @@ FEW_TILES = (
 )
 DECODING = "2026-11-30-h200-matmul-decoding.jsonl.gz"
 SHORT_ROWS = ("2026-11-30-h200-matmul-17-to-64-rows.jsonl.gz", "2026-11-30-h200-matmul-65-to-192-rows.jsonl.gz")
+BESIDE_XLA = "2026-11-30-h200-matmul-17-to-192-rows-beside-xla.jsonl"
 ROUTERS = "2026-11-30-h200-matmul-routers.jsonl"
 EIGHT_BITS = "2026-11-29-h200-matmul-8-bits.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
@@ -65,7 +66,8 @@ GROUPED = {
 SHORT_TILES = "2026-11-28-h200-grouped_matmul-short-tiles.jsonl.gz"
 RESIDUALS = "2026-11-29-h200-matmul-residual-drawn.jsonl.gz"
 QUANTIZED_ROWS = "2026-11-22-h200-quantized_matmul-rows.jsonl"
-QUANTIZED = ("2026-11-22-h200-quantized_matmul-w4.csv", "2026-11-22-h200-quantized_matmul-w8.csv")
+QUANTIZED_FEW = "2026-11-30-h200-quantized_matmul-few-rows.jsonl.gz"
+QUANTIZED = ("2026-11-30-h200-quantized_matmul-w4.csv", "2026-11-30-h200-quantized_matmul-w8.csv")
 H200, H100 = gpu.find("h200"), gpu.find("h100-sxm")
 
 
@@ -102,6 +104,7 @@ def measured() -> list[Measured]:
         *_decoding(),
         *_timed("17 to 64 rows, cold", SHORT_ROWS[0], now=True),
         *_timed("65 to 192 rows, cold", SHORT_ROWS[1], now=True),
+        *_timed("17 to 192 rows beside XLA, cold", BESIDE_XLA, now=True),
         *_timed("routers, cold", ROUTERS, now=True),
         *_timed("8 bits, cold", EIGHT_BITS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
@@ -111,6 +114,8 @@ def measured() -> list[Measured]:
         *(one for source, name in GROUPED.items() for one in _grouped(source, name)),
         *_short_tiles(),
         *_quantized(),
+        *_quantized_few("few rows", held=False),
+        *_quantized_few("few rows, drawn", held=True),
         *_benched("quantized_matmul", "layers of Llama 3", *QUANTIZED),
     ]
 
@@ -274,6 +279,19 @@ def _quantized() -> Iterator[Measured]:
         yield Measured("quantized_matmul", "many rows", problem, pairs, entry["us"]["xla"])
 
 
+def _quantized_few(source: str, held: bool) -> Iterator[Measured]:
+    """Weights of 8 and 4 bits, and up to 64 rows, with a cold L2, of blocks whose warps share barriers. held: to no fit."""
+    spec = SPECS["quantized_matmul"]
+    for line in _read(RESULTS / QUANTIZED_FEW).splitlines():
+        entry = json.loads(line)
+        if entry.get("start") != "after" or entry["held"] != held:
+            continue
+        problem = spec.Problem(**entry["problem"])
+        pairs = [(spec.Config(**c["config"]), c["us"]) for c in entry["configs"] if "us" in c and not c["spills"]]
+        pairs = [(c, us) for c, us in pairs if spec.check(problem, c, H200) is None]
+        yield Measured("quantized_matmul", source, problem, pairs, None)
+
+
 def _benched(op: str, source: str, *names: str, on: gpu.Gpu = H200) -> Iterator[Measured]:
     """What `mgpu-tune bench` measured beside XLA; no time of the kernel where a call ran XLA."""
     spec = SPECS[op]
@@ -406,8 +424,9 @@ _COLOURS = (
     "#c2b280",
     "#7fb069",
     "#d94f70",
+    "#3b5b3b",
 )
-_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", (4, 1), (3, 1), (5, 1))  # the last are stars of so many points
+_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", (4, 1), (3, 1), (5, 1), (6, 1))  # the last are stars of so many points
 _ACROSS = 3
 
 

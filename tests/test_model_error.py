@@ -43,6 +43,7 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
         *("calls on an H100", "drawn with alternatives, cold", "128 to 2048 rows, cold", "drawn with a residual, warm"),
         "65 to 3000 rows, cold",
         *("few tiles, cold", "8 bits, cold", "decoding, cold", "routers, cold", "17 to 64 rows, cold", "65 to 192 rows, cold"),
+        "17 to 192 rows beside XLA, cold",
     }
     assert {(op, "short tiles, warm") for op in ("grouped_matmul", "gated_grouped_matmul")} <= sources
 
@@ -108,6 +109,28 @@ def test_no_product_of_decoding_that_the_models_give_to_the_kernel_was_slower_by
     assert (len(kernel), len(kernel) + len(others)) == (65, 96)
     assert min(ratios) >= 0.97
     assert math.prod(ratios) ** (1 / len(ratios)) >= 1.13
+
+
+def test_no_drawn_product_of_17_to_192_rows_that_the_kernel_gets_was_slower_than_xla_s() -> None:
+    kernel, others = by_winner("17 to 192 rows beside XLA, cold")
+    ratios = [ratio for _, ratio in kernel]
+    assert (len(kernel), len(kernel) + len(others)) == (30, 44)
+    assert min(ratios) >= 1.1
+    assert max(ratio for _, ratio in others) <= 1.03
+    assert math.prod(ratios) ** (1 / len(ratios)) >= 2.0
+
+
+def test_the_default_of_few_rows_and_integer_weights_is_near_the_fastest_of_drawn_problems_that_nothing_was_fitted_to() -> None:
+    found = model_error.by_source(model_error.measured())["quantized_matmul", "few rows, drawn"]
+    over = []
+    for one in found:
+        times = dict(one.times)
+        default = one.spec.default(one.problem, H200)
+        if default in times:
+            over.append(times[default] / min(times.values()))
+    assert len(over) >= 36
+    assert sum(over) / len(over) <= 1.02
+    assert max(over) <= 1.13
 
 
 def test_no_product_with_a_router_that_the_kernel_gets_was_slower_than_xla_s() -> None:
