@@ -67,6 +67,7 @@ SHORT_TILES = "2026-11-28-h200-grouped_matmul-short-tiles.jsonl.gz"
 RESIDUALS = "2026-11-29-h200-matmul-residual-drawn.jsonl.gz"
 QUANTIZED_ROWS = "2026-11-22-h200-quantized_matmul-rows.jsonl"
 QUANTIZED_FEW = "2026-11-30-h200-quantized_matmul-few-rows.jsonl.gz"
+GATED_FEW = "2026-11-30-h200-gated_matmul-few-rows.jsonl.gz"
 QUANTIZED = ("2026-11-30-h200-quantized_matmul-w4.csv", "2026-11-30-h200-quantized_matmul-w8.csv")
 H200, H100 = gpu.find("h200"), gpu.find("h100-sxm")
 
@@ -113,6 +114,7 @@ def measured() -> list[Measured]:
         *_no_faster_since(_residuals()),
         *(one for source, name in GROUPED.items() for one in _grouped(source, name)),
         *_short_tiles(),
+        *_gated_few(),
         *_quantized(),
         *_quantized_few("few rows", held=False),
         *_quantized_few("few rows, drawn", held=True),
@@ -266,6 +268,17 @@ def _residuals() -> Iterator[Measured]:
             found[-1][2].append((MatmulConfig(**entry["config"]), entry["us"]))
     for problem, xla_us, pairs in found:
         yield Measured("matmul", "drawn with a residual, warm", problem, pairs, xla_us)
+
+
+def _gated_few() -> Iterator[Measured]:
+    """1, 16 and 64 rows of x by gate and up in two matrices, with a cold L2, beside XLA; of configs the candidates."""
+    spec = SPECS["gated_matmul"]
+    for line in _read(RESULTS / GATED_FEW).splitlines()[1:]:
+        entry = json.loads(line)
+        pairs = [(spec.Config(**c["config"]), c["us"]) for c in entry["configs"] if "us" in c and not c["spills"]]
+        problem = spec.Problem(**entry["problem"])
+        chosen = spec.candidates(problem, H200)
+        yield Measured("gated_matmul", "few rows", problem, [(c, us) for c, us in pairs if c in chosen], entry["xla_us"])
 
 
 def _quantized() -> Iterator[Measured]:

@@ -92,9 +92,9 @@ def test_no_measured_product_with_a_smaller_margin_was_slower_by_3_percent() -> 
     assert min(ratios) >= 0.97
 
 
-def by_winner(source: str) -> tuple[list[tuple[Any, float]], list[tuple[Any, float]]]:
-    """Matmuls of a source that the models give to the kernel, and the others: with XLA's measured time over the kernel's."""
-    found = model_error.by_source(model_error.measured())["matmul", source]
+def by_winner(source: str, op: str = "matmul") -> tuple[list[tuple[Any, float]], list[tuple[Any, float]]]:
+    """Problems of a source that the models give to the kernel, and the others: with XLA's measured time over the kernel's."""
+    found = model_error.by_source(model_error.measured())[op, source]
     pairs: tuple[list[tuple[Any, float]], list[tuple[Any, float]]] = [], []
     for one, (kernel, _) in zip(found, model_error.gains(found), strict=True):
         assert one.baseline_us is not None
@@ -118,6 +118,14 @@ def test_no_drawn_product_of_17_to_192_rows_that_the_kernel_gets_was_slower_than
     assert min(ratios) >= 1.1
     assert max(ratio for _, ratio in others) <= 1.03
     assert math.prod(ratios) ** (1 / len(ratios)) >= 2.0
+
+
+def test_gated_products_of_few_rows_run_the_kernel_where_it_was_faster_and_never_where_it_lost_3_percent() -> None:
+    kernel, others = by_winner("few rows", "gated_matmul")
+    assert (len(kernel), len(kernel) + len(others)) == (10, 18)
+    assert all(problem.m >= 16 for problem, _ in kernel)
+    assert min(ratio for _, ratio in kernel) >= 1.03
+    assert max(ratio for _, ratio in others) <= 1.18
 
 
 def test_the_default_of_few_rows_and_integer_weights_is_near_the_fastest_of_drawn_problems_that_nothing_was_fitted_to() -> None:
