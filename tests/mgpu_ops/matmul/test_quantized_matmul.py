@@ -17,7 +17,7 @@ import mgpu_ops
 from mgpu_ops import QuantizedMatmulConfig, quantized_matmul, spec_of
 from mgpu_ops import QuantizedMatmulProblem as P
 from mgpu_ops.core import aot, engine, gpu
-from mgpu_ops.matmul.quantized import smem_bytes
+from mgpu_ops.matmul.quantized import kernel, smem_bytes
 from mgpu_ops.registry.capture import capture
 from tests import thorough
 from tests.arrays import normal
@@ -515,21 +515,40 @@ def test_where_warpgroups_take_steps_in_turn_a_stage_has_one_reader():
 @pytest.mark.parametrize(
     ("m", "n", "k", "wanted"),
     [
-        (1, 8192, 8192, ("steps", "none")),
-        (8, 4096, 14336, ("steps", "k")),
-        (16, 4096, 14336, ("steps", "k")),
-        (1, 57344, 8192, ("n", "none")),
-        (16, 57344, 8192, ("n", "none")),
-        (17, 4096, 4096, None),
+        (1, 8192, 8192, "steps"),
+        (8, 4096, 14336, "steps"),
+        (16, 4096, 14336, "steps"),
+        (17, 4096, 4096, "steps"),
+        (64, 4096, 4096, "steps"),
+        (1, 57344, 8192, "n"),
+        (16, 57344, 8192, "n"),
+        (64, 57344, 8192, "n"),
     ],
 )
 @pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int4", 128)])
 def test_warpgroups_take_steps_in_turn_where_few_rows_have_few_tiles(m, n, k, wanted, w_dtype, group_size):
-    config = OP.default(P(m, n, k, w_dtype, group_size), H200)
-    if wanted is None:
-        assert config.wg_dimension != "steps"
-    else:
-        assert (config.wg_dimension, config.cluster) == wanted
+    assert OP.default(P(m, n, k, w_dtype, group_size), H200).wg_dimension == wanted
+
+
+@pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int4", 128)])
+def test_few_columns_by_64_rows_are_tiles_with_a_part_of_the_rows(w_dtype, group_size):
+    assert OP.default(P(64, 2048, 2048, w_dtype, group_size), H200).tile_m < 64
+    assert OP.default(P(64, 57344, 8192, w_dtype, group_size), H200).tile_m == 64
+
+
+@pytest.mark.parametrize(("m", "early"), [(32, True), (64, False)])
+def test_few_rows_are_loaded_ahead_of_the_weights_that_they_are_multiplied_with(m, early, monkeypatch):
+    """Where x is put in order, which takes a while. Many rows are more bytes than the weights."""
+    loaded: list[str] = []
+    copy, load_x = kernel.engine.copy_gmem_to_smem, kernel.Block.load_x
+    monkeypatch.setattr(kernel.engine, "copy_gmem_to_smem", lambda *args: (loaded.append("w"), copy(*args))[1])
+    monkeypatch.setattr(kernel.Block, "load_x", lambda self, *args: (loaded.append("x"), load_x(self, *args))[1])
+    problem = P(m, 256, 512)
+    config = QuantizedMatmulConfig(m, 64, 128, 4, 2, "steps", "none", 1, 40, "x")
+    arrays = jax.eval_shape(functools.partial(OP.inputs, problem), jax.random.key(0))
+    with gpu.target("h200"):
+        jax.eval_shape(functools.partial(OP.run, problem, config, H200), *arrays)
+    assert loaded == (["x", "w"] if early else ["w", "x"])
 
 
 def test_sixteen_rows_of_int4_and_long_k_share_the_k_of_a_step():
