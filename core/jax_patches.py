@@ -34,6 +34,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -281,7 +282,7 @@ def initialize_by_warps() -> None:
 
 def _module() -> Any:
     """The module that is being written."""
-    op = ir.InsertionPoint.current.block.owner
+    op: Any = ir.InsertionPoint.current.block.owner
     while op.parent is not None:
         op = op.parent
     return op
@@ -296,19 +297,22 @@ def _follows(op: Any) -> bool:
 
 def _initialize(arrays: list[tuple[Any, int, int]], first: int, elected: Any) -> None:
     """A thread of each warp initialises the barrier with its warp's number, counted over the arrays from the `first` on."""
-    i32 = ir.IntegerType.get_signless(32)
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     number = arith.addi(utils.warp_idx(), utils.c(first, i32))
     below = lambda end: arith.cmpi(arith.CmpIPredicate.ult, number, utils.c(end, i32))  # noqa: E731
-    start = sum(length for _, length, _ in arrays)
-    exists, pointer, count = below(start), None, None
-    for base, length, arrivals in reversed(arrays):
-        end, start = start, start - length
-        at, wanted = utils.getelementptr(base, [-start], ir.IntegerType.get_signless(64)), utils.c(arrivals, i32)
-        pointer = at if pointer is None else arith.select(below(end), at, pointer)
-        count = wanted if count is None else arith.select(below(end), wanted, count)
-    pointer = utils.getelementptr(pointer, [number], ir.IntegerType.get_signless(64))
-    code, one = "mbarrier.init.shared::cta.b64 [$0], $1;", arith.andi(exists, elected)
-    utils.inline_ptx(code, pointer, count, predicate=one, has_side_effects=True)
+    ends = list(itertools.accumulate(length for _, length, _ in arrays))
+    starts = [utils.getelementptr(base, [length - end], i64) for (base, length, _), end in zip(arrays, ends, strict=True)]
+    counts = [utils.c(arrivals, i32) for _, _, arrivals in arrays]
+    start, count = starts[-1], counts[-1]
+    for end, earlier, wanted in reversed(list(zip(ends, starts, counts, strict=True))[:-1]):
+        start, count = arith.select(below(end), earlier, start), arith.select(below(end), wanted, count)
+    utils.inline_ptx(
+        "mbarrier.init.shared::cta.b64 [$0], $1;",
+        utils.getelementptr(start, [number], i64),
+        count,
+        predicate=arith.andi(below(ends[-1]), elected),
+        has_side_effects=True,
+    )
 
 
 # --- A block's number in its cluster

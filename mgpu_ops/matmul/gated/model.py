@@ -106,8 +106,8 @@ def margin(problem: Problem) -> float:
     """How much of XLA's modelled time the kernel may take by its model to run.
 
     Of 23 problems with more than 64 rows it was faster in all, by 4 % at least; the models have 0 to 56 %. XLA writes both
-    products and reads them again. With few rows both wait for the weights (docs/kernels/gated_matmul.md). With 16 and 64 rows by
-    two large matrices it was faster in all ten problems, by 4 % at least; the models have -6 to 16 %.
+    products and reads them again. With few rows both wait for the weights (docs/kernels/gated_matmul.md). With 16 and 64 rows
+    by two large matrices it was faster in all ten problems, by 4 % at least; the models have -6 to 16 %.
     """
     if _is_measured_alone(problem):
         return _MARGIN

@@ -189,10 +189,10 @@ def _shapes(problem: Problem) -> Iterator[Config]:
     """
     tile_ms = [m for m in (8, 16, 24, 32, 48, 64, 128, 256) if m >= min(problem.m, 64)]
     few = next(m for m in tile_ms if m >= min(problem.m, 256))
-    rows, divisions = {few, min(tile_ms)}, DIVISIONS
-    if problem.m <= _FEW:
+    rows, in_turn = {few, min(tile_ms)}, problem.m <= _FEW
+    if in_turn:
         rows |= {part for part in (8, 16, 32) if problem.m / 4 <= part < problem.m}
-        divisions += ((2, "steps"), (3, "steps"))
+    divisions = (*DIVISIONS, *(((2, "steps"), (3, "steps")) if in_turn else ()))
     choices = itertools.product(sorted(rows), (64, 128, 192, 256), (128, 256, 512), divisions, _CLUSTERS, ("weights", "x"))
     for tile_m, tile_n, tile_k, (warpgroups, wg_dimension), (cluster, split_k), exchange in choices:
         if wg_dimension != "steps" or tile_n <= 128:
