@@ -175,6 +175,13 @@ def flash_attention(
       TypeError: floats, integers or booleans expected and not found; k_scale or v_scale without keys of 8 bits; a gradient with
         a page_table or with keys of 8 bits.
 
+    Example:
+      >>> q = jnp.ones((2, 128, 8, 64), jnp.bfloat16)
+      >>> k, v = jnp.ones((2, 2, 128, 2, 64), jnp.bfloat16)  # each key and value head is of four query heads
+      >>> out = mgpu_ops.flash_attention(q, k, v, causal=True)
+      >>> out.shape, float(out[0, 0, 0, 0])
+      ((2, 128, 8, 64), 1.0)
+
     Source: Dao (arXiv 2307.08691), Shah et al. (arXiv 2407.08608); measurements in docs/kernels/flash_attention.md.
     """
     q = floats.array("flash_attention", "q", q)

@@ -160,6 +160,12 @@ def matmul(
         the result may come from them, and `jax.config.update("jax_debug_nans", True)` tells where the first one arises.
       TypeError: not arrays of floats, nor a and b of int8.
 
+    Example:
+      >>> a, b = jnp.ones((128, 256), jnp.bfloat16), jnp.ones((256, 512), jnp.bfloat16)
+      >>> out = mgpu_ops.matmul(a, b, bias=jnp.full(512, -64, jnp.bfloat16), activation="relu")
+      >>> out.shape, float(out[0, 0])
+      ((128, 512), 192.0)
+
     Source: the kernel's own, in mgpu_ops/matmul/kernel.py; measurements in docs/kernels/matmul.md.
     """
     arrays = checked_arrays(a=a, b=b, scale_a=scale_a, scale_b=scale_b, bias=bias, residual=residual)

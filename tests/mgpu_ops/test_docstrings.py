@@ -29,5 +29,6 @@ def test_the_parts_of_a_docstring_are_in_one_order(name: str) -> None:
     assert {"Args", "Returns", "Raises", "Example"} <= {*found}
 
 
-def test_layers_of_experts_products_of_8_bits_and_rotations_have_examples() -> None:
+def test_products_attention_layers_of_experts_and_rotations_have_examples() -> None:
+    assert {"matmul", "grouped_matmul", "flash_attention"} <= {*EXAMPLES}
     assert {name for name in mgpu_ops.__all__ if re.match(r"(fp8_|rotary_|moe|quantized_moe)", name)} <= {*EXAMPLES}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,13 +56,49 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the line ends of examples. An error is one line, and a second that says where help is."""
+    """Keeps the line ends of examples. An error is one line, and a second that says where help is.
+
+    A value that begins with a minus, as the list of `--tokens -5,3`, is told with the option's rule.
+    """
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self._mistaken: dict[str, str] = {}  # "argument --gpu" -> what is told of the word after it
 
     def error(self, message: str) -> NoReturn:
+        argument, expected, _ = message.partition(": expected ")
+        if expected and argument in self._mistaken:
+            message = f"{argument}: {self._mistaken[argument]}"
         self.exit(USAGE, f"{self.prog}: {printable(message)}\nsee `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(self._joined(sys.argv[1:] if args is None else args), namespace)
+
+    def _joined(self, words: Iterable[str]) -> list[str]:
+        """With "--tokens=-5,3" for "--tokens -5,3": by itself argparse takes what begins with a minus for an option.
+
+        Only where a type or choices judge the value: a name or a path may be an option misspelt.
+        """
+        found: list[str] = []
+        self._mistaken.clear()
+        for word in words:
+            may_be_value = re.match("-[^-]", word) and word not in self._option_string_actions and "--" not in found
+            option = self._option(found[-1]) if found and may_be_value else None
+            judged = option is not None and (option.choices is not None or option.type not in (None, Path))
+            if option is not None and judged and option.nargs in (None, "?"):
+                found[-1] += f"={word}"
+                continue
+            if option is not None and not re.fullmatch(r"-\d+|-\d*\.\d+|.* .*", word):  # those argparse takes for values
+                told = f"{word!r} begins with a minus, as an option does: write {found[-1]}={word} if it is the value"
+                self._mistaken[str(argparse.ArgumentError(option, "")).removesuffix(": ")] = told
+            found.append(word)
+        return found
+
+    def _option(self, word: str) -> argparse.Action | None:
+        """The option of that name, or whose name alone begins so, as argparse takes it."""
+        known = self._option_string_actions
+        names = [word] if word in known else [name for name in known if word.startswith("--") and name.startswith(word)]
+        return known[names[0]] if len(names) == 1 else None
 
 
 def command(commands: Any, name: str, run: Run, examples: str, needs: Sequence[str] = ()) -> argparse.ArgumentParser:

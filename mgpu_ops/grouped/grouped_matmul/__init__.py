@@ -157,6 +157,13 @@ def grouped_matmul(
         where the sizes are known too.
       TypeError: floats or integers expected and not found.
 
+    Example:
+      >>> lhs = jnp.ones((96, 128), jnp.bfloat16)
+      >>> rhs = jnp.ones((3, 128, 256), jnp.bfloat16) * jnp.array([1, 2, 3])[:, None, None]
+      >>> out = mgpu_ops.grouped_matmul(lhs, rhs, jnp.array([32, 0, 64]))  # rows 32 and on are of the last group
+      >>> out.shape, float(out[31, 0]), float(out[32, 0])
+      ((96, 256), 128.0, 384.0)
+
     Source: the kernel's own, in kernel.py; measurements in docs/kernels/grouped_matmul.md.
     """
     lhs, rhs = checked_operands("grouped_matmul", ("lhs", lhs, 2), ("rhs", rhs, 3), mixed=FLOAT8)

@@ -28,7 +28,7 @@ from mgpu_ops.registry.dispatch import BACKENDS
 from mgpu_ops.tuning import cli, compile_pool, device, devices, labels, neighbours, suites, terminal, worker
 from mgpu_ops.tuning.bench import layers, results, runner
 from mgpu_ops.tuning.bench.implementations import COMPETITORS
-from mgpu_ops.tuning.cli import arguments, session
+from mgpu_ops.tuning.cli import arguments, session, shared
 from mgpu_ops.tuning.outcome import Outcome
 
 ROOT = Path(__file__).parents[3]
@@ -318,6 +318,59 @@ def test_a_wrong_request_is_refused_with_the_rule(words: Sequence[Any], message:
     assert message in done.err
     assert "Traceback" not in done.err
     assert not user_file().exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("run", "--suite", "llama3-8b", "--tokens", "-5,3"), "--tokens: '-5' must be a whole number of at least 1"),
+        (("run", "--tok", "-5,3"), "--tokens: '-5' must be a whole number of at least 1"),
+        (("run", "all_reduce", "--bytes", "-1KiB:1MiB"), "--bytes: '-1KiB' must be a size such as 4096, 64KiB or 1MiB"),
+        (("retune", "--budget", "-2m"), "--budget: '-2m' must be a finite time above 0 such as 60s, 2m or 1h"),
+        (("bench", "matmul", "--sustained", "-1s"), "--sustained: '-1s' must be a finite time above 0 such as 60s, 2m or 1h"),
+        (("run", "matmul", "--target", "-inf"), "--target: '-inf' must be a number above 0, such as 0.98"),
+        (("capture", "train:step", "--devices", "-8x"), "--devices: '-8x' must be a whole number of at least 1"),
+        (("which", "matmul", "--layout", "-nt"), "--layout: invalid choice: '-nt'"),
+        (
+            ("show", "--gpu", "-h200"),
+            "--gpu: '-h200' begins with a minus, as an option does: write --gpu=-h200 if it is the value",
+        ),
+        (
+            ("plot", "--from", "-x.csv"),
+            "--from: '-x.csv' begins with a minus, as an option does: write --from=-x.csv if it is the value",
+        ),
+        (
+            ("bench", "matmul", "--output", "-v"),
+            "--output: '-v' begins with a minus, as an option does: write --output=-v if it is the value",
+        ),
+        (("run", "--tokens", "--grad"), "--tokens: expected one argument"),
+        (("run", "--tokens", "-h"), "--tokens: expected one argument"),
+    ],
+)
+def test_a_value_that_begins_with_a_minus_is_told_with_the_rule(words: Sequence[str], told: str, mgpu_tune: Command) -> None:
+    done = mgpu_tune(*words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"mgpu-tune {words[0]}: argument {told}")
+    assert done.err.endswith(f"\nsee `mgpu-tune {words[0]} --help`\n")
+    assert done.err.count("\n") == 2
+
+
+def test_values_with_a_minus_that_an_option_may_have_are_taken() -> None:
+    parser = shared.Parser()
+    parser.add_argument("--window-left", type=int)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("rest", nargs="*")
+
+    def parsed(*words: str) -> tuple[Any, ...]:
+        found = parser.parse_args(words)
+        return found.window_left, found.output, found.again, found.rest
+
+    assert parsed("--window-left", "-1", "--again", "-3") == (-1, None, True, ["-3"])
+    assert parsed("--window-left=-1", "--output=-v") == (-1, Path("-v"), False, [])
+    assert parsed("--output", "-3", "-1.5") == (None, Path("-3"), False, ["-1.5"])
+    assert parsed("--output", "-a b") == (None, Path("-a b"), False, [])
+    assert parsed("--again", "--", "--output", "-v") == (None, None, True, ["--output", "-v"])
 
 
 @pytest.mark.parametrize("budget", ["nan", "inf", "-inf", "-1", "0", "0s", "abc", "", "1e3", "10 days", "9" * 400])
