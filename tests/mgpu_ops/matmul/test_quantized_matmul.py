@@ -107,6 +107,14 @@ CASES = {
         P(13, 448, 1792, "int4", 128),
         replace(X4, tile_m=8, compute_warpgroups=2, wg_dimension="steps", max_concurrent_steps=4, cluster="k", split_k=2),
     ),
+    "steps in turn, parts of the rows, weights shuffled, k split in a cluster": (
+        P(20, 200, 1152),
+        replace(BASE, tile_m=8, compute_warpgroups=2, wg_dimension="steps", max_concurrent_steps=4, cluster="k", split_k=2),
+    ),
+    "steps in turn, 64 rows, x in order": (
+        P(64, 128, 640),
+        replace(X, tile_m=64, tile_k=128, compute_warpgroups=3, wg_dimension="steps", max_concurrent_steps=3),
+    ),
     "x in order, columns, tails of all sides": (P(13, 200, 272, zero_points=True), X),
     "x in order, groups of 32, int4, x shared in a cluster": (
         P(32, 256, 384, "int4", 32, True, "float16", "float16"),
@@ -159,6 +167,7 @@ ALWAYS = {
     "bias and residual, one row, several tiles a block",
     "residual, int4, groups of 128 with zero points, float16",
     "residual, steps in turn, k split in a cluster",
+    "steps in turn, parts of the rows, weights shuffled, k split in a cluster",
     "residual, rows of several wgmma, several epilogue tiles",
     "residual, rows of several wgmma, warpgroups share n, k split in a cluster",
 }
@@ -199,7 +208,9 @@ def test_what_is_not_finite_stays_in_its_row_and_has_its_sign(problem, config):
 # --- the kernel, compiled
 
 needs_compiler = pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-LLAMA = [f"llama3-{name}" for name in ("8b-down-16-w8", "8b-down-16-w4", "70b-gate_up-16-w4", "70b-gate_up-64-w4")]
+LLAMA = [
+    f"llama3-{name}" for name in ("8b-down-16-w8", "8b-down-16-w4", "8b-out-64-w8", "70b-gate_up-16-w4", "70b-gate_up-64-w4")
+]
 COMPILED = {
     **{name: (OP.shapes[name], None) for name in LLAMA},
     **{name: CASES[name] for name in CASES},
