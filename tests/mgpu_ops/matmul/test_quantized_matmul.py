@@ -420,7 +420,7 @@ def test_the_residual_is_loaded_before_the_weights_are_multiplied():
 
 
 def test_a_config_that_was_tuned_without_a_residual_serves_a_call_with_one():
-    tuned = OP.shapes["llama3-70b-down-16-w8"]
+    tuned = OP.shapes["llama3-70b-gate_up-16-w8"]
     for added in ({"bias": True}, {"residual": True}, {"bias": True, "residual": True}):
         assert 0 < (OP.distance(replace(tuned, **added), tuned) or 0.0) < 0.2
         assert OP.plain(replace(tuned, **added)) == tuned
