@@ -367,7 +367,7 @@ class Launch:
     name: what profilers and dumps call the kernel.
     grid: number of blocks, or of clusters, along each named axis. The body asks `lax.axis_index` for its own place.
     warpgroups: of 128 threads each, in a block. The body runs once in each; their axis is "wg".
-    cluster: number of blocks in a cluster along each named axis; {} for none.
+    cluster: number of blocks in a cluster along each named axis, of which a compiled kernel has one; {} for none.
     approx_math: exponentials and divisions may be the GPU's fast approximations.
     interpret: run in JAX's GPU interpreter, on any machine, with race detection, instead of compiling.
     share: of the time of the call that launches it.
@@ -404,12 +404,13 @@ def kernel(
       constant: numbers of outputs that depend on no input, as zeros for another kernel to add to: only of such an array can a
         `jax.new_ref` be an input of a kernel inside `jax.shard_map`.
 
-    A kernel that needs more shared memory than the GPU has raises ValueError when it is lowered. One that would fault or race
-    on a GPU although it compiles raises `inflight.InFlight` or `hazards.UnsafeKernel` when it is traced.
+    A compiled kernel whose cluster has several axes raises ValueError, as does one that needs more shared memory than the GPU
+    has, when it is lowered. One that would fault or race on a GPU although it compiles raises `inflight.InFlight` or
+    `hazards.UnsafeKernel` when it is traced.
     """
     interpret = launch.interpret
-    if not interpret and len(launch.cluster) > 1:
-        raise ValueError(f"cluster={launch.cluster}: a compiled kernel's cluster has one dimension")  # `number_by_rank`
+    if not interpret and len(launch.cluster) > 1:  # `jax_patches.number_by_rank`
+        raise ValueError(f"cluster={launch.cluster} must have one axis where the kernel is compiled")
     if interpret:  # it simulates one cluster at a time, and waits for it in one more thread
         threads.provide(math.prod(launch.cluster.values()) * launch.warpgroups + 1)
     else:

@@ -6,8 +6,8 @@
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
 | `share_descriptors` | operands of wgmma in one buffer are described by distances from its start | kernels that ask for it |
-| `initialize_by_warps` | a block's warps share its barriers where they initialise them | kernels of `engine.kernel` |
-| `number_by_rank` | a block reads its number in a cluster, without a division | kernels named `mgpu_ops_*` |
+| `initialize_by_warps` | a block's warps share the initialisation of its barriers | kernels of `engine.kernel` |
+| `number_by_rank` | a block reads its rank in its cluster, without a division | kernels named `mgpu_ops_*` |
 | `copy_alone` | a warp starts a copy without waiting for its warpgroup's others | producers that ask for it |
 | `announce_relaxed` | a block tells another how many bytes it sends without a fence | kernels of `engine.kernel` |
 | `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
@@ -242,10 +242,11 @@ def share_descriptors() -> None:
 
 _INITIALIZE = "mosaic_gpu.initialize_barrier"
 _BARRIERS = "_mgpu_ops_barriers"  # attribute of a kernel's LaunchContext: arrays of barriers that are not initialised yet
+_MOST_BARRIERS = 32  # of an array, whose phases are bits of a number
 
 
 def initialize_by_warps() -> None:
-    """In marked kernels, a block's warps share its barriers where they initialise them."""
+    """In marked kernels, a block's warps share the initialisation of its barriers; of a cluster's, where `_is_ours` too."""
     owner: Any = utils.BarrierRef
     lower, initialize = dialect_lowering._lowerings[_INITIALIZE], owner.initialize
 
@@ -267,9 +268,10 @@ def initialize_by_warps() -> None:
     @functools.wraps(initialize)
     def initialize_later(barriers: Any, arrival_count: int = 1) -> Any:
         """As those of a block alone, those of a cluster become an operation, which is lowered with the others."""
-        if not _is_ours(_module()):
-            return initialize(barriers, arrival_count)
-        pointer, [number] = utils.memref_ptr(barriers), ir.MemRefType(barriers.type).shape
+        [number] = ir.MemRefType(barriers.type).shape
+        if number > _MOST_BARRIERS or not _is_ours(_module()):
+            return initialize(barriers, arrival_count)  # which refuses more
+        pointer = utils.memref_ptr(barriers)
         dialect.initialize_barrier(pointer, arrival_count, number, True)  # threads are counted
         zero = utils.c(0, ir.IntegerType.get_signless(32))
         phases = memref.alloca(ir.MemRefType.get((), zero.type), [], [])
@@ -315,14 +317,14 @@ def _initialize(arrays: list[tuple[Any, int, int]], first: int, elected: Any) ->
     )
 
 
-# --- A block's number in its cluster
+# --- A block's rank in its cluster
 #
-# ptxas divides a block's index by the cluster's size, which it does not know: 25 instructions, before the first copy. Where a
-# cluster has one dimension, the number is its rank, which is in a register. Source: PTX ISA, "%cluster_ctarank".
+# ptxas divides a block's index by the cluster's size, which it does not know: some 20 instructions before the first copy. In a
+# cluster of one dimension the block's place along it is its rank, which a register has. Source: PTX ISA, "%cluster_ctarank".
 
 
 def number_by_rank() -> None:
-    """In our kernels, whose clusters have one dimension (`engine.kernel`), a block reads its number in the cluster."""
+    """In our kernels, whose clusters have one dimension (`engine.kernel` refuses more), a block reads its rank."""
     gpu: Any = utils.gpu  # type: ignore[attr-defined]
     ask = gpu.cluster_block_id
 

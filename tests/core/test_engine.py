@@ -302,3 +302,9 @@ def test_importing_mgpu_ops_does_not_import_pallas():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_compiled_kernels_cluster_has_one_axis():
+    launch = engine.Launch("mgpu_ops_test", {"block": 1}, warpgroups=1, cluster={"row": 2, "column": 2})
+    with pytest.raises(ValueError, match=r"cluster=\{'row': 2, 'column': 2\} must have one axis"):
+        engine.kernel(lambda out: None, launch, out_type=jax.ShapeDtypeStruct((8,), jnp.float32), scratch_types={})

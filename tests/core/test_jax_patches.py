@@ -247,7 +247,7 @@ BARRIERS = {"one": (6, 1), "two": (12, 2)}  # name: how many barriers there are,
 
 
 def meeting(kernel: Any, **scratch: Any) -> Any:
-    """A kernel of two warpgroups that meet at all of its barriers in turn: out[i] is i + 1 for each barrier."""
+    """A kernel of two warpgroups that meet at all of its barriers in turn; out[i] is i + 1, stored ahead of barrier i."""
 
     def body(out_ref: Any, x: Any, one: Any, two: Any, **others: Any) -> None:
         wg = jax.lax.axis_index("wg")
@@ -261,6 +261,10 @@ def meeting(kernel: Any, **scratch: Any) -> Any:
             pl.when(jnp.logical_and(wg == 1, arrives))(lambda: plgpu.barrier_arrive(barrier))
             plgpu.barrier_wait(barrier)
 
+            @pl.when(wg == 1)
+            def _() -> None:
+                out_ref[jax.lax.axis_index("block"), jax.lax.axis_index("cluster"), number] = x[number]
+
         number = 0
         for barriers, (count, arrivals) in zip((one, two), BARRIERS.values(), strict=True):
             for i in range(count):
@@ -269,11 +273,6 @@ def meeting(kernel: Any, **scratch: Any) -> Any:
         for barrier in others.values():
             plgpu.barrier_arrive(barrier)
             plgpu.barrier_wait(barrier)
-
-        @pl.when(wg == 1)
-        def _() -> None:
-            for i in range(number):
-                out_ref[jax.lax.axis_index("block"), jax.lax.axis_index("cluster"), i] = x[i]
 
     total = sum(count for count, _ in BARRIERS.values())
     barriers = {k: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count) for k, (count, arrivals) in BARRIERS.items()}
@@ -306,13 +305,21 @@ def cluster_barrier() -> Any:
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-def test_the_warps_of_a_block_share_the_barriers_that_they_initialise_in_kernels_of_this_library_alone():
-    def initialised(kernel: Any) -> int:
-        return aot.compile_for("h200", meeting(kernel, met=cluster_barrier())).ptx.count("mbarrier.init.shared")
+def test_the_warps_of_a_block_share_the_initialisation_of_its_barriers_and_read_its_rank_in_kernels_of_this_library_alone():
+    def found(kernel: Any) -> tuple[int, bool]:
+        ptx = aot.compile_for("h200", meeting(kernel, met=cluster_barrier())).ptx
+        return ptx.count("mbarrier.init.shared"), "%cluster_ctarank" in ptx
 
-    assert initialised(of_others) == 19
-    assert initialised(own) == 3  # by each of eight warps
-    assert initialised(of_others) == 19
+    assert found(of_others) == (19, False)
+    assert found(own) == (3, True)  # by each of eight warps
+    assert found(of_others) == (19, False)
+
+
+@pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
+def test_more_barriers_of_a_cluster_than_jax_takes_are_refused_as_ever():
+    many = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=2, num_barriers=40)
+    with pytest.raises(NotImplementedError, match="up to 32 barriers"):
+        aot.compile_for("h200", own(lambda out, many: None, jax.ShapeDtypeStruct((8,), jnp.int32), {"many": many}))
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ def space(problem: Product, gpu: Gpu) -> dict[str, Sequence[Any]]:
 STEPS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
 # Fitted to an H200: 1 to 64 rows (results/2026-11-30-h200-quantized_matmul-few-rows.jsonl.gz), more rows
-# (results/2026-11-22-h200-quantized_matmul-rows.jsonl) and sweeps of products of groups.
+# (results/2026-11-22-h200-quantized_matmul-rows.jsonl) and sweeps of products by group (results/replay).
 _UPCAST = {
     "weights": {"int8": 3.17, "int4": 2.34},
     "x": {"int8": 2.07, "int4": 1.02},
@@ -161,20 +161,19 @@ def is_short_of_registers(p: Product, c: Config) -> bool:
     return p.group_size > 0 and (c.tile_k > 256 or c.tile_n * c.tile_k > 128 * 256)
 
 
-# By 390 kinds of tiles of 8 to 64 rows that were compiled, of which 52 spilled
+# By 443 kinds of tiles of 8 to 64 rows, warpgroups, what these share, exchange and dtype of weights, of which 63 spilled
 # (results/2026-11-30-h200-quantized_matmul-few-rows.jsonl.gz).
 _MOST_HELD = {1: 120, 2: 120, 3: 75, 4: 60}  # registers, by warpgroups
 
 
 def _held(p: Product, c: Config) -> float:
-    """About how many registers a warpgroup's sums take, and of groups two products and a step's weights."""
-    blocks, units = c.tile_n / ROWS, c.tile_n * c.tile_k / (ROWS * PANEL)
-    if c.wg_dimension == "n":
-        blocks /= c.compute_warpgroups
-    sums, step = blocks * c.tile_m / 2, units / readers(c)
-    if not p.group_size:
+    """About how many registers of a thread a warpgroup's sums take, and of groups two products and a step's weights."""
+    blocks = c.tile_n / ROWS / (c.compute_warpgroups if c.wg_dimension == "n" else 1)
+    sums = blocks * c.tile_m / 2
+    if not p.group_size:  # fitted: three warpgroups have half the room that two have, which wait for no single wgmma
         return sums * (1 + (c.compute_warpgroups > 2))
-    return sums + c.tile_m + 12 * step
+    units = c.tile_n * c.tile_k / (ROWS * PANEL) / readers(c)
+    return sums + c.tile_m + 12 * units  # 8 of packed weights, and scales
 
 
 DIVISIONS = ((2, "n"), (3, "n"), (4, "n"), (2, "k"), (4, "k"))  # consumer warpgroups, and what they share

@@ -526,19 +526,24 @@ def test_where_warpgroups_take_steps_in_turn_a_stage_has_one_reader():
 @pytest.mark.parametrize(
     ("m", "n", "k", "wanted"),
     [
-        (1, 8192, 8192, "steps"),
-        (8, 4096, 14336, "steps"),
-        (16, 4096, 14336, "steps"),
-        (17, 4096, 4096, "steps"),
-        (64, 4096, 4096, "steps"),
-        (1, 57344, 8192, "n"),
-        (16, 57344, 8192, "n"),
-        (64, 57344, 8192, "n"),
+        (1, 8192, 8192, ("steps", "none")),
+        (8, 4096, 14336, ("steps", "k")),
+        (16, 4096, 14336, ("steps", "k")),
+        (17, 4096, 4096, ("steps", "k")),
+        (64, 4096, 4096, ("steps", "k")),
+        (1, 57344, 8192, ("n", None)),
+        (16, 57344, 8192, ("n", None)),
+        (64, 57344, 8192, ("n", None)),
     ],
 )
 @pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int4", 128)])
 def test_warpgroups_take_steps_in_turn_where_few_rows_have_few_tiles(m, n, k, wanted, w_dtype, group_size):
-    assert OP.default(P(m, n, k, w_dtype, group_size), H200).wg_dimension == wanted
+    config = OP.default(P(m, n, k, w_dtype, group_size), H200)
+    assert wanted in {(config.wg_dimension, config.cluster), (config.wg_dimension, None)}
+
+
+def test_warpgroups_share_columns_or_k_where_rows_are_many():
+    assert all(c.wg_dimension != "steps" for c in OP.candidates(P(65, 4096, 4096), H200))
 
 
 @pytest.mark.parametrize(("w_dtype", "group_size"), [("int8", 0), ("int4", 128)])
