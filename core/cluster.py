@@ -21,6 +21,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from mgpu_ops.core.engine import ScratchType, operand_transforms
+from mgpu_ops.core.jax_patches import cluster_rank
 from mgpu_ops.core.limits import columns_of_a_block
 from mgpu_ops.core.registers import i32, laid_out, row_and_column
 
@@ -327,7 +328,7 @@ def _send_columns(tile: jax.Array, numbers: jax.Array, kind: ClusterColumns, inb
     @plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1), *refs))
     def send(_: Any, tile: Any, numbers: Any, tiles_ref: Any, numbers_ref: Any, barrier_ref: Any) -> None:
         to = [mosaic.memref_ptr(ref) for ref in (tiles_ref, numbers_ref, barrier_ref)]
-        me = mosaic.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
+        me = cluster_rank()
         comes = i32(blocks * rows * (own + 1) * _FLOAT)
         if owners < blocks:
             comes = arith.select(arith.cmpi(arith.CmpIPredicate.ult, me, i32(owners)), comes, i32(0))

@@ -332,10 +332,14 @@ def number_by_rank() -> None:
     def cluster_block_id(dimension: Any, **options: Any) -> Any:
         if dimension != gpu.Dimension.x or not _is_ours(_module()):
             return ask(dimension, **options)
-        rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
-        return arith.index_castui(ir.IndexType.get(), rank)
+        return arith.index_castui(ir.IndexType.get(), cluster_rank())
 
     gpu.cluster_block_id = cluster_block_id
+
+
+def cluster_rank() -> Any:
+    """This block's rank in its cluster, an int32, in code that is being generated."""
+    return utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
 
 
 # --- Copies of a producer
