@@ -15,7 +15,7 @@ import jax
 import pytest
 
 import mgpu_ops
-from mgpu_ops import MatmulProblem, RaggedContractionProblem, spec_of
+from mgpu_ops import GatedMatmulProblem, MatmulProblem, RaggedContractionProblem, spec_of
 from mgpu_ops.attention.heads import rounded
 from mgpu_ops.attention.problem import Problem
 from mgpu_ops.core import aot, gpu
@@ -208,6 +208,7 @@ OLD_PTXAS = jax.__version_info__ < (0, 12)
 KNOWN_SPILLS = {
     ("h100-sxm", MatmulProblem(64, 4096, 14336, residual=True)): 0 if OLD_PTXAS else 16,
     ("h200", MatmulProblem(8, 10240, 8192)): 48 if OLD_PTXAS else 32,
+    ("h200", GatedMatmulProblem(8192, 14336, 4096, stored=True)): 0 if OLD_PTXAS else 32,
     ("h200", RaggedContractionProblem(32768, 4096, 7168, 32, spread="random")): 24,
     ("h200", Problem(1, 8192, 8192, 16, 8, 256, causal=True, window_left=4095)): 128 if OLD_PTXAS else 64,  # Gemma 2
 }

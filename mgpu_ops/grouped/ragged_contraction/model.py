@@ -33,8 +33,9 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 
 # A producer of 40 registers that loads two parts of 128 columns beside 64, in windows of rows, spills 32 to 352 bytes, and
-# one of 48 up to 160 (compiled for an H200 by jax 0.11.2 and 0.12.0.1: 7 problems, steps of 64 and 128).
-_WIDE, _OF_WIDE_TILES = (64, 256), 56
+# one of 48 up to 160 (compiled for an H200 by jax 0.11.2 and 0.12.0.1: 7 problems, steps of 64 and 128). One of 56 spills up to
+# 128 with steps of 128, since warps share the initialisation of barriers.
+_WIDE, _OF_WIDE_TILES = (64, 256), 64
 
 
 def cost(problem: Problem, config: Config, gpu: Gpu) -> float:

@@ -44,9 +44,9 @@ _BESIDE, _BESIDE_NARROW = 0.88, 1.25  # and for warpgroups side by side, as wide
 _NOT_HIDDEN = 0.45  # with a stored gate, of the time of what else is read and written
 # Of few rows, in a step of decoding (results/2026-11-23-h200-llama-decode-sets.jsonl).
 _FEW_ROWS = 1.5e-6  # s more
-# Of 16 to 64 rows by two matrices of so many weights, times that, and XLA's joined product of both; with 16 and 64 rows on an
-# H200 (results/2026-11-30-h200-gated_matmul-few-rows.jsonl.gz).
-_LARGE, _OF_LARGE, _OF_LARGE_JOINED = 20_000_000, 0.93, 1.14
+# Of 16 to 64 rows by two matrices of so many weights, times that, and XLA's joined product of both, on an H200
+# (results/2026-11-30-h200-gated_matmul-few-rows.jsonl.gz).
+_LARGE, _OF_LARGE, _OF_LARGE_JOINED = 20_000_000, 0.92, 1.14
 _COMBINED = 1e-6  # s of the kernel of XLA that makes the result of gate and up, beside its bytes
 # `DotMerger` of openxla/xla makes one product of two up to this size of a weight and a result together: seen in the HLO of 13
 # problems. Times of copying both weights that joining them takes, of the same two runs; up to 64 rows that costs nothing.
@@ -79,7 +79,7 @@ def cost(problem: Problem, config: Config, gpu: Gpu) -> float:
         narrow, more = 1.0, _FEW_ROWS
     memory, of_both = (size / gpu.memory_bytes_per_s for size in (bytes_moved(problem), matmul_bytes(both)))
     seconds = more + narrow * matmul.cost(both, wide, gpu) + (memory - of_both) / 2
-    return max(seconds * (_OF_LARGE if _is_few_by_large(problem) else 1.0), 1.01 * memory)
+    return max(seconds * (_OF_LARGE if _is_few_by_large(problem, gpu) else 1.0), 1.01 * memory)
 
 
 def baseline_cost(problem: Problem, gpu: Gpu) -> float:
@@ -98,7 +98,7 @@ def baseline_cost(problem: Problem, gpu: Gpu) -> float:
     if (p.k + p.m) * p.n * size > _MERGED_BYTES:
         rows_normalised = xla.cost(dataclasses.replace(one, normalised=True), gpu) - xla.cost(one, gpu) if p.normalised else 0.0
         return seconds + 2 * xla.cost(one, gpu) + rows_normalised
-    if _is_few_by_large(p):
+    if _is_few_by_large(p, gpu):
         return _OF_LARGE_JOINED * (seconds + both)
     copied = 4 * p.k * p.n * size / gpu.memory_bytes_per_s  # read and written
     if p.layout == "nt" or p.m > _JOINED_ROWS:
@@ -110,16 +110,15 @@ def margin(problem: Problem) -> float:
     """How much of XLA's modelled time the kernel may take by its model to run.
 
     Of 23 problems with more than 64 rows it was faster in all, by 4 % at least; the models have 0 to 56 %. XLA writes both
-    products and reads them again. With few rows both wait for the weights (docs/kernels/gated_matmul.md), but by two large
-    matrices the kernel was 3.7 % faster or more in all ten problems.
+    products and reads them again. With few rows both wait for the weights (docs/kernels/gated_matmul.md).
     """
-    return 1.0 if problem.m > gemm.ROWS or _is_few_by_large(problem) else 0.95
+    return 1.0 if problem.m > gemm.ROWS else 0.95
 
 
-def _is_few_by_large(p: Problem) -> bool:
-    """Whether 16 to 64 rows, as they are, are multiplied by two large matrices [k, n]."""
+def _is_few_by_large(p: Problem, gpu: Gpu) -> bool:
+    """Whether 16 to 64 rows, as they are, are multiplied by two large matrices [k, n] on an H200."""
     plain = p.layout == "nn" and not (p.gradient or p.stored or p.normalised or p.joined)
-    return plain and 16 <= p.m <= gemm.ROWS and p.n * p.k >= _LARGE
+    return gpu.key == "h200" and plain and 16 <= p.m <= gemm.ROWS and p.n * p.k >= _LARGE
 
 
 _IN_TURN = ((128, 192), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64))  # with a stored gate
