@@ -20,8 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
+from mgpu_ops.core.block_start import cluster_rank
 from mgpu_ops.core.engine import ScratchType, operand_transforms
-from mgpu_ops.core.jax_patches import cluster_rank
 from mgpu_ops.core.limits import columns_of_a_block
 from mgpu_ops.core.registers import i32, laid_out, row_and_column
 

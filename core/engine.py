@@ -33,6 +33,7 @@ from jax.extend.mlir import ir
 from jax.typing import DTypeLike
 
 from mgpu_ops.core import (
+    block_start,
     early_compile,
     fast_lowering,
     hazards,
@@ -55,8 +56,8 @@ tma.copy_any_shape()
 jax_patches.add_in_float32()
 jax_patches.narrow_products()
 jax_patches.share_descriptors()
-jax_patches.initialize_by_warps()
-jax_patches.number_by_rank()
+block_start.initialize_by_warps()
+block_start.number_by_rank()
 jax_patches.copy_alone()
 jax_patches.announce_relaxed()
 jax_patches.promote_loads()
@@ -409,7 +410,7 @@ def kernel(
     `hazards.UnsafeKernel` when it is traced.
     """
     interpret = launch.interpret
-    if not interpret and len(launch.cluster) > 1:  # `jax_patches.number_by_rank`
+    if not interpret and len(launch.cluster) > 1:  # `block_start.number_by_rank`
         raise ValueError(f"cluster={launch.cluster} must have one axis where the kernel is compiled")
     if interpret:  # it simulates one cluster at a time, and waits for it in one more thread
         threads.provide(math.prod(launch.cluster.values()) * launch.warpgroups + 1)

@@ -6,8 +6,8 @@
 | `add_in_float32` | the NVLink switch adds 16-bit floats in float32 | kernels of `engine.kernel` |
 | `narrow_products` | wgmma multiplies a part of B's columns, or of k | kernels that ask for it |
 | `share_descriptors` | operands of wgmma in one buffer are described by distances from its start | kernels that ask for it |
-| `initialize_by_warps` | a block's warps share the initialisation of its barriers | kernels of `engine.kernel` |
-| `number_by_rank` | a block reads its rank in its cluster, without a division | kernels named `mgpu_ops_*` |
+| `block_start.initialize_by_warps` | a block's warps share the initialisation of its barriers | kernels of `engine.kernel` |
+| `block_start.number_by_rank` | a block reads its rank in its cluster, without a division | kernels named `mgpu_ops_*` |
 | `copy_alone` | a warp starts a copy without waiting for its warpgroup's others | producers that ask for it |
 | `announce_relaxed` | a block tells another how many bytes it sends without a fence | kernels of `engine.kernel` |
 | `promote_loads` | TMA brings whole lines of 128 bytes to L2 | kernels that ask for it |
@@ -34,7 +34,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -71,6 +70,12 @@ def mark(context: launch_context.LaunchContext, warps: int) -> None:
 
 def is_marked(context: launch_context.LaunchContext) -> bool:
     return getattr(context, _MARK, False)
+
+
+def warps_of(context: launch_context.LaunchContext) -> int:
+    """Of a block of a marked kernel."""
+    warps: int = getattr(context, _WARPS)
+    return warps
 
 
 # --- Sums of the NVLink switch
@@ -233,113 +238,6 @@ def share_descriptors() -> None:
         return arith.addi(encode(utils.memref_ptr(start), *args, **options), distance)
 
     module.mma_utils.encode_descriptor = encode_descriptor
-
-
-# --- Barriers of a block
-#
-# Mosaic GPU has one thread initialise all barriers, each by instructions of its own, which all warps fetch: a kernel with 28
-# takes 0.4 us longer than one with four. Each warp can initialise one, or every so many-th, by the same instructions.
-
-_INITIALIZE = "mosaic_gpu.initialize_barrier"
-_BARRIERS = "_mgpu_ops_barriers"  # attribute of a kernel's LaunchContext: arrays of barriers that are not initialised yet
-_MOST_BARRIERS = 32  # of an array, whose phases are bits of a number
-
-
-def initialize_by_warps() -> None:
-    """In marked kernels, a block's warps share the initialisation of its barriers; of a cluster's, where `_is_ours` too."""
-    owner: Any = utils.BarrierRef
-    lower, initialize = dialect_lowering._lowerings[_INITIALIZE], owner.initialize
-
-    @functools.wraps(lower)
-    def lower_marked(context: Any, op: Any) -> Any:
-        launch = context.launch_context
-        if not is_marked(launch):
-            return lower(context, op)
-        threads = 1 if op.orders_tensor_core.value else utils.WARPGROUP_SIZE
-        arrays = getattr(launch, _BARRIERS, [])
-        arrays.append((op.base_pointer, op.num_barriers.value, op.arrival_count.value * threads))
-        setattr(launch, _BARRIERS, arrays)
-        if not _follows(op):
-            setattr(launch, _BARRIERS, [])
-            for first in range(0, sum(number for _, number, _ in arrays), getattr(launch, _WARPS)):
-                _initialize(arrays, first, context._single_thread_per_warp_predicate)
-        return []
-
-    @functools.wraps(initialize)
-    def initialize_later(barriers: Any, arrival_count: int = 1) -> Any:
-        """As those of a block alone, those of a cluster become an operation, which is lowered with the others."""
-        [number] = ir.MemRefType(barriers.type).shape
-        if number > _MOST_BARRIERS or not _is_ours(_module()):
-            return initialize(barriers, arrival_count)  # which refuses more
-        pointer = utils.memref_ptr(barriers)
-        dialect.initialize_barrier(pointer, arrival_count, number, True)  # threads are counted
-        zero = utils.c(0, ir.IntegerType.get_signless(32))
-        phases = memref.alloca(ir.MemRefType.get((), zero.type), [], [])
-        memref.store(zero, phases, [])
-        return owner(pointer, zero, phases, number)
-
-    dialect_lowering._lowerings[_INITIALIZE] = lower_marked
-    owner.initialize = staticmethod(initialize_later)
-
-
-def _module() -> Any:
-    """The module that is being written."""
-    op: Any = ir.InsertionPoint.current.block.owner
-    while op.parent is not None:
-        op = op.parent
-    return op
-
-
-def _follows(op: Any) -> bool:
-    """Whether another array of barriers of the block is initialised behind this one."""
-    ops = list(op.operation.block.operations)
-    own = next(i for i, other in enumerate(ops) if other.operation == op.operation)
-    return any(other.operation.name == _INITIALIZE for other in ops[own + 1 :])
-
-
-def _initialize(arrays: list[tuple[Any, int, int]], first: int, elected: Any) -> None:
-    """A thread of each warp initialises the barrier with its warp's number, counted over the arrays from the `first` on."""
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-    number = arith.addi(utils.warp_idx(), utils.c(first, i32))
-    below = lambda end: arith.cmpi(arith.CmpIPredicate.ult, number, utils.c(end, i32))  # noqa: E731
-    ends = list(itertools.accumulate(length for _, length, _ in arrays))
-    starts = [utils.getelementptr(base, [length - end], i64) for (base, length, _), end in zip(arrays, ends, strict=True)]
-    counts = [utils.c(arrivals, i32) for _, _, arrivals in arrays]
-    start, count = starts[-1], counts[-1]
-    for end, earlier, wanted in reversed(list(zip(ends, starts, counts, strict=True))[:-1]):
-        start, count = arith.select(below(end), earlier, start), arith.select(below(end), wanted, count)
-    utils.inline_ptx(
-        "mbarrier.init.shared::cta.b64 [$0], $1;",
-        utils.getelementptr(start, [number], i64),
-        count,
-        predicate=arith.andi(below(ends[-1]), elected),
-        has_side_effects=True,
-    )
-
-
-# --- A block's rank in its cluster
-#
-# ptxas divides a block's index by the cluster's size, which it does not know: some 20 instructions before the first copy. In a
-# cluster of one dimension the block's place along it is its rank, which a register has. Source: PTX ISA, "%cluster_ctarank".
-
-
-def number_by_rank() -> None:
-    """In our kernels, whose clusters have one dimension (`engine.kernel` refuses more), a block reads its rank."""
-    gpu: Any = utils.gpu  # type: ignore[attr-defined]
-    ask = gpu.cluster_block_id
-
-    @functools.wraps(ask)
-    def cluster_block_id(dimension: Any, **options: Any) -> Any:
-        if dimension != gpu.Dimension.x or not _is_ours(_module()):
-            return ask(dimension, **options)
-        return arith.index_castui(ir.IndexType.get(), cluster_rank())
-
-    gpu.cluster_block_id = cluster_block_id
-
-
-def cluster_rank() -> Any:
-    """This block's rank in its cluster, an int32, in code that is being generated."""
-    return utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=ir.IntegerType.get_signless(32))
 
 
 # --- Copies of a producer
@@ -508,14 +406,15 @@ def forget_numbers() -> None:
 
     @functools.wraps(lower)
     def lower_without_number(ctx: Any, *args: Any, module: ir.Module, **params: Any) -> Any:
-        if _is_ours(module) and _NUMBER in module.operation.attributes:
+        if is_ours(module) and _NUMBER in module.operation.attributes:
             del module.operation.attributes[_NUMBER]
         return lower(ctx, *args, module=module, **params)
 
     mosaic._mosaic_gpu_lowering_rule = lower_without_number
 
 
-def _is_ours(kernel: Any) -> bool:
+def is_ours(kernel: Any) -> bool:
+    """Whether a kernel's module is named `mgpu_ops_*`."""
     attributes = kernel.operation.attributes
     return "sym_name" in attributes and ir.StringAttr(attributes["sym_name"]).value.startswith(PREFIX)
 
@@ -535,7 +434,7 @@ def simplify_bottom_up() -> None:
 
     @functools.wraps(lower)
     def lower_simplified(ctx: Any, *args: Any, module: ir.Module, **params: Any) -> Any:
-        if _is_ours(module):
+        if is_ours(module):
             parallel_compile.lowered()
             passes = passmanager.PassManager.parse(_SIMPLIFY, module.context)
             passes.enable_verifier(False)  # Mosaic's own verifies
