@@ -17,12 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mgpu_ops.attention.backward_check import in_a_circle
 from mgpu_ops.attention.heads import whole
 from mgpu_ops.attention.launch import Scratch
 from mgpu_ops.attention.layouts import along_columns, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, TurnOrder, q_blocks, rows_seeing
 from mgpu_ops.attention.operands import BackwardRefs, Operands, OptionalRefs, Position, Stage
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, in_a_circle
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, fragments, regions, semaphore, tile_scheduler
 from mgpu_ops.core.dynamic_scheduler import DynamicScheduler

@@ -33,6 +33,7 @@ from mgpu_ops.attention.backward_block import (
     schedule,
     turn_numbers,
 )
+from mgpu_ops.attention.backward_check import backward_blocks, hands_out
 from mgpu_ops.attention.backward_prepare import Prepared
 from mgpu_ops.attention.heads import PANEL, whole
 from mgpu_ops.attention.launch import (
@@ -50,7 +51,7 @@ from mgpu_ops.attention.launch import (
     specialize,
     swizzled,
 )
-from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem, backward_blocks, hands_out
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.core import dynamic_scheduler, engine, tile_scheduler
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.pipeline import Pipeline

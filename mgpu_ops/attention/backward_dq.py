@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.backward_block import waves
+from mgpu_ops.attention.backward_check import DQ_TILE_KV, DQ_TILE_Q, backward_blocks, dq_steps, dq_value_steps
 from mgpu_ops.attention.backward_prepare import Prepared
 from mgpu_ops.attention.heads import Part, whole
 from mgpu_ops.attention.launch import (
@@ -40,16 +41,7 @@ from mgpu_ops.attention.launch import (
 from mgpu_ops.attention.layouts import along_rows, load_per_column, load_per_row, opaque
 from mgpu_ops.attention.mask import BlockOrder, kv_blocks
 from mgpu_ops.attention.operands import BackwardRefs, Operands, Position, Stage
-from mgpu_ops.attention.problem import (
-    DQ_TILE_KV,
-    DQ_TILE_Q,
-    ROWS,
-    BackwardConfig,
-    BackwardProblem,
-    backward_blocks,
-    dq_steps,
-    dq_value_steps,
-)
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.score_mask import ScoreMask
 from mgpu_ops.core import engine, regions, tile_scheduler
 from mgpu_ops.core.gpu import Gpu

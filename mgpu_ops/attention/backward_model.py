@@ -11,6 +11,15 @@ from typing import Any
 import jax
 
 from mgpu_ops.attention import reference
+from mgpu_ops.attention.backward_check import (
+    DQ_TILE_KV,
+    DQ_TILE_Q,
+    backward_blocks,
+    check_backward,
+    check_second_slot,
+    hands_out,
+    supports_backward,
+)
 from mgpu_ops.attention.heads import PANEL, backward_dim, has_room
 from mgpu_ops.attention.model import (
     SECTION,
@@ -25,18 +34,7 @@ from mgpu_ops.attention.model import (
     shared_out,
     typical_problem,
 )
-from mgpu_ops.attention.problem import (
-    DQ_TILE_KV,
-    DQ_TILE_Q,
-    ROWS,
-    BackwardConfig,
-    BackwardProblem,
-    backward_blocks,
-    check_backward,
-    check_second_slot,
-    hands_out,
-    supports_backward,
-)
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.core import rates
 from mgpu_ops.core.gpu import Gpu
 from mgpu_ops.core.limits import itemsize_of, require

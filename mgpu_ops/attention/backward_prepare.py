@@ -21,12 +21,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mgpu_ops.attention.backward_block import in_turns
+from mgpu_ops.attention.backward_check import DQ_TILE_Q
 from mgpu_ops.attention.heads import PANEL, has_room, whole
 from mgpu_ops.attention.inputs import LOG2E
 from mgpu_ops.attention.launch import BackwardArrays, as_rows, pad_tokens, swizzled
 from mgpu_ops.attention.layouts import PER_ROW, load_tile
 from mgpu_ops.attention.operands import columns_of
-from mgpu_ops.attention.problem import DQ_TILE_Q, ROWS, BackwardConfig, BackwardProblem
+from mgpu_ops.attention.problem import ROWS, BackwardConfig, BackwardProblem
 from mgpu_ops.attention.reference import delta_of
 from mgpu_ops.core import engine, limits
 from mgpu_ops.core.rows import load_rows, load_scattered

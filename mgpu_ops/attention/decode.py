@@ -9,6 +9,10 @@ them, and by as many thread blocks as there is room for:
   cluster then send each other columns of their outputs through distributed shared memory (`cluster.ClusterColumns`), and each
   stores its columns of the sum: there is no second pass over memory. Several clusters write an output each, a few rows, which a
   second kernel adds up (`add_up`): XLA takes two for it.
+- *Heads together.* With `kv_heads_per_tile` a tile has the keys of all heads, as they lie in memory: 64 rows are 8 tokens of 8
+  heads. All query heads are rows of it, and each sees the keys of its own head: weights of the others are 0. The products are
+  the same, as a tile of 64 rows has room for 64 query heads. The kernel then takes [kv_tokens, kv_heads] for the tokens of one
+  head (`problem.as_loaded`); masks are still of tokens.
 - *Pages.* A thread block first copies its share of the table of pages to shared memory. Each tile of keys (and of values) is
   then loaded by a copy for each of its pages, or for its part of one; all else is as without pages.
 - *Keys and values of 8 bits* are half of the bytes to read. All threads write a tile to shared memory once more, as float16,
@@ -42,7 +46,16 @@ from mgpu_ops.attention.launch import as_blocks, as_rows, in_panels, in_rows, pa
 from mgpu_ops.attention.layouts import PER_COLUMN, PER_ROW, along_columns, along_rows, load_per_row, load_tile, opaque
 from mgpu_ops.attention.mask import BlockRange, MaskTerms
 from mgpu_ops.attention.operands import Operands, OptionalRefs, Position
-from mgpu_ops.attention.problem import PAGE_INDICES_COPIED, ROWS, Config, Problem, page_indices, split_stages, stored_columns
+from mgpu_ops.attention.problem import (
+    PAGE_INDICES_COPIED,
+    ROWS,
+    Config,
+    Problem,
+    as_loaded,
+    page_indices,
+    split_stages,
+    stored_columns,
+)
 from mgpu_ops.attention.softmax import OnlineSoftmax, Scores
 from mgpu_ops.core import engine
 from mgpu_ops.core.cluster import ClusterColumns, Exchange
@@ -192,7 +205,8 @@ class _Share:
 class _ThreadBlock:
     """One thread block: a tile of packed rows, and its share of the kv blocks."""
 
-    p: Problem
+    p: Problem  # `as_loaded`
+    seen: Problem  # as the caller has it
     c: Config
     packing: _Packing
     x: Operands
@@ -207,7 +221,10 @@ class _ThreadBlock:
     o_acc: Any
 
     @staticmethod
-    def of(p: Problem, c: Config, x: Operands, smem: dict[str, Any], full: dict[str, Any], accs: Sequence[Any]) -> _ThreadBlock:
+    def of(
+        seen: Problem, c: Config, x: Operands, smem: dict[str, Any], full: dict[str, Any], accs: Sequence[Any]
+    ) -> _ThreadBlock:
+        p, tile_tokens = x.problem, c.tile_kv // c.kv_heads_per_tile
         packing = _Packing(p)
         number = lax.axis_index("block")
         part, entry = lax.div(number, jnp.int32(packing.entries)), lax.rem(number, jnp.int32(packing.entries))
@@ -215,12 +232,12 @@ class _ThreadBlock:
         if _knows_first(p):
             _load_keys(p, x.k, Position(at.batch, at.head, mine * c.tile_kv), smem, 0, full["k"].at[0])
         _load_queries(packing, x.q, at, smem, full["q"])
-        terms = x.mask_terms(at.batch)
-        share = _Share.of(terms.kv_range(*packing.token_range(at), c.tile_kv), mine, c.kv_splits, p.page_size > 0)
+        terms = dataclasses.replace(x, problem=seen).mask_terms(at.batch)
+        share = _Share.of(terms.kv_range(*packing.token_range(at), tile_tokens), mine, c.kv_splits, p.page_size > 0)
         factor = x.inputs.options[1 if p.soft_cap else 0] * LOG2E
         if p.eight_bits and not p.soft_cap:
             factor *= x.kv_scale("k", at)
-        return _ThreadBlock(p, c, packing, x, at, part, share, terms, factor, smem, full, *accs)
+        return _ThreadBlock(p, seen, c, packing, x, at, part, share, terms, factor, smem, full, *accs)
 
     # --- Pages
 
@@ -294,7 +311,8 @@ class _ThreadBlock:
             _load_keys(self.p, self.x.k, first, self.smem, stage, full)
         elif self.p.lengths:
             start, column = self.at.batch * self.p.kv_tokens, self.at.head * self.p.v_dim
-            load_rows(self.x.v, start + first.token, start + self.terms.kv_end, column, self.smem["v"].at[stage], full)
+            end = start + self.terms.kv_end * self.c.kv_heads_per_tile
+            load_rows(self.x.v, start + first.token, end, column, self.smem["v"].at[stage], full)
         else:
             self.x.load_block(self.x.v, "kv", first, self.smem["v"].at[stage], full)
 
@@ -336,8 +354,8 @@ class _ThreadBlock:
     @property
     def _masks(self) -> bool:
         """Whether some tile needs a mask. Where a bias ends with the keys, it hides what lies behind them (`load_columns`)."""
-        p = self.p
-        return p.masks(self.c.tile_kv) and (p.bias == "none" or p.left is not None or p.right is not None or p.lengths)
+        p, tokens = self.seen, self.c.tile_kv // self.c.kv_heads_per_tile
+        return p.masks(tokens) and (p.bias == "none" or p.left is not None or p.right is not None or p.lengths)
 
     def _round_queries(self) -> None:
         """Queries, which came as the bits of bfloat16, become float16: XLA would take a kernel for it."""
@@ -431,17 +449,32 @@ class _ThreadBlock:
             s, factor = s * (factor * (1 / LOG2E)) + bias, LOG2E
         if bias is not None:  # also of NaN
             s = jnp.where(bias == -jnp.inf, -jnp.inf, s)
+        if self.c.kv_heads_per_tile > 1:
+            s = jnp.where(self._own_head(s.shape), s, -jnp.inf)
         if masked:
             s = jnp.where(self._sees(step, s.shape), s, -jnp.inf)
         return Scores(s, factor)
 
     def _sees(self, step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Which rows see which keys of a kv block."""
-        keys = plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=PER_COLUMN) + self.share.kv_block(step) * self.c.tile_kv
+        """Which rows see which keys of a kv block, if they are of their head."""
+        heads = self.c.kv_heads_per_tile
+        keys = plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=PER_COLUMN)
+        if heads > 1:
+            keys = lax.shift_right_logical(keys, jnp.full_like(keys, heads.bit_length() - 1))
+        keys += self.share.kv_block(step) * (self.c.tile_kv // heads)
         rows: Any = 0
         if self.p.q_tokens > 1 and self.terms.bounds() != (None, None):
             rows = along_rows(self.packing.tokens(self.packing.row_numbers(self.at)), shape)
         return self.terms.sees(rows, along_columns(keys, shape))
+
+    def _own_head(self, shape: tuple[int, ...]) -> jax.Array:
+        """Which rows are of the head of which row of keys, of all heads in turn."""
+        heads, rows = self.c.kv_heads_per_tile, self.packing.row_numbers(self.at)
+        _, q_head = self._indices(rows)
+        of_row = lax.div(q_head, jnp.full_like(q_head, self.seen.q_heads // self.seen.kv_heads))
+        columns = plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=PER_COLUMN)
+        of_column = columns & jnp.full_like(columns, heads - 1)
+        return along_rows(of_row, shape) == along_columns(of_column, shape)
 
     # --- The way out
 
@@ -508,8 +541,11 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
     v_dim, d, v_d = p.v_dim, rounded(p.head_dim), rounded_values(p.head_dim, p.v_dim)
     p = dataclasses.replace(_without_needless_bounds(p), head_dim=d, v_head_dim=v_d if v_d < d else 0)
     q, k, v = (pad_head(x, to) for x, to in zip(arrays[:3], (d, d, v_d), strict=True))
+    seen, p = p, as_loaded(p, c)
     packing, clusters, columns = _Packing(p), c.kv_splits // c.kv_cluster, _columns(p, c)
-    inputs = Inputs.of(p, arrays[3:])
+    if p is not seen:
+        k, v = (x.reshape(x.shape[0], -1, 1, x.shape[3]) for x in (k, v))
+    inputs = Inputs.of(seen, arrays[3:])
     if p.sinks:
         inputs = dataclasses.replace(inputs, sinks=inputs.sinks.reshape(-1))
     if p.page_size:
@@ -531,7 +567,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
 
     def body(*given: Any, accumulators: Any, memory: Any, barriers: dict[str, Any], **smem: Any) -> None:
         of, (out, lse) = jax.tree.unflatten(tree, given[: len(flat)]), given[len(flat) :]
-        if c.kv_cluster == 1 or p.kv_tokens < _LONG_SHARE * c.kv_splits:
+        if c.kv_cluster == 1 or c.kv_heads_per_tile > 1 or p.kv_tokens < _LONG_SHARE * c.kv_splits:
             engine.load_whole_lines(of.k, columns=p.head_dim)
             engine.load_whole_lines(of.v, columns=p.v_dim)
         given_inputs = of.optional.inputs
@@ -541,7 +577,7 @@ def launch(p: Problem, c: Config, gpu: Gpu, *arrays: jax.Array, interpret: bool 
         x = Operands(p, of.q, of.k, of.v, dataclasses.replace(of.optional, inputs=given_inputs))
 
         def run(*accs: Any) -> None:
-            block = _ThreadBlock.of(p, c, x, {**smem, **memory.before}, barriers, accs)
+            block = _ThreadBlock.of(seen, c, x, {**smem, **memory.before}, barriers, accs)
             if p.page_size:
                 block.load_page_table()
             block.load_first()

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from mgpu_ops import flags, floats, kv_cache
 from mgpu_ops.attention import cudnn, cudnn_model, reference, shards
 from mgpu_ops.attention.arguments import Arguments, Call, Integers, Window, check_qkv
+from mgpu_ops.attention.backward_check import backward_spills_outside_loops, check_backward, supports_backward
 from mgpu_ops.attention.backward_model import (
     backward_candidates,
     backward_cost,
@@ -30,18 +31,7 @@ from mgpu_ops.attention.backward_model import (
 from mgpu_ops.attention.inputs import Inputs
 from mgpu_ops.attention.mask import zero_unseen
 from mgpu_ops.attention.model import candidates, cost, default, distance, inputs, space
-from mgpu_ops.attention.problem import (
-    BackwardConfig,
-    BackwardProblem,
-    Config,
-    Problem,
-    backward_spills_outside_loops,
-    check,
-    check_backward,
-    reads_eight_bits,
-    supports,
-    supports_backward,
-)
+from mgpu_ops.attention.problem import BackwardConfig, BackwardProblem, Config, Problem, check, reads_eight_bits, supports
 from mgpu_ops.attention.shapes import BACKWARD_SHAPES, BACKWARD_SUITES, SHAPES, SUITES
 from mgpu_ops.core import gpu as gpus
 from mgpu_ops.core import mesh

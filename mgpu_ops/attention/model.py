@@ -29,6 +29,7 @@ from mgpu_ops.attention.problem import (
     blocks_of_an_sm,
     check,
     least_splits,
+    loads_heads_apart,
     masks_all,
     output_tiles,
     split_stages,
@@ -103,8 +104,9 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         choices |= {
             "tile_kv": (64, 128),
             "max_concurrent_steps": (2, 3, 4, 5, 6, 7),
-            "kv_splits": _splits(problem, gpu),
+            "kv_splits": tuple(sorted({n for heads in _heads_of_a_tile(problem) for n in _splits(problem, heads, gpu)})),
             "kv_cluster": KV_CLUSTERS,
+            "kv_heads_per_tile": _heads_of_a_tile(problem),
         }
         return {field.name: choices[field.name] for field in dataclasses.fields(Config)}
     return {
@@ -119,18 +121,24 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
         "kv_cluster": (1,),
         "turns": ("none", "products"),
         "rescale": ("always", "conditional"),
+        "kv_heads_per_tile": (1,),
     }
 
 
-def _splits(problem: Problem, gpu: Gpu) -> tuple[int, ...]:
+def _heads_of_a_tile(problem: Problem) -> tuple[int, ...]:
+    """The choices for `kv_heads_per_tile`."""
+    return (1,) if loads_heads_apart(problem) else (1, problem.kv_heads)
+
+
+def _splits(problem: Problem, heads: int, gpu: Gpu) -> tuple[int, ...]:
     """Powers of two, and what gives each SM one, two or three blocks; no more than there are kv blocks of 64 keys.
 
-    Or more, where tables of pages do not fit otherwise.
+    Or more, where tables of pages do not fit otherwise. heads: `kv_heads_per_tile`.
     """
     p = problem
-    tiles = p.batch * p.kv_heads * math.ceil(p.q_tokens * (p.q_heads // p.kv_heads) / ROWS)
+    tiles = p.batch * (p.kv_heads // heads) * math.ceil(p.q_tokens * (p.q_heads // p.kv_heads) * heads / ROWS)
     found = {1, 2, 4, 8, 16, 32, *(blocks * gpu.sms // tiles for blocks in (1, 2, 3))}
-    splits = sorted(n for n in found if 1 <= n <= min(MAX_SPLITS, math.ceil(p.kv_tokens / 64)))
+    splits = sorted(n for n in found if 1 <= n <= min(MAX_SPLITS, math.ceil(p.kv_tokens * heads / 64)))
     least = least_splits(p, gpu) or 1
     return (*splits, least) if least > splits[-1] else tuple(splits)
 
@@ -437,6 +445,9 @@ _UNEVEN = 0.3  # times as much longer HBM takes as blocks are missing to give al
 _ENOUGH, _DEEP = 80 * 1024, 0.01  # bytes on the way to an SM, and how much longer HBM takes with as many more
 _WAITS = 0.32e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
 _LEAST_IN_FLIGHT = 1.5  # steps: with two stages values are asked for a step ahead, keys two
+_LINE = 128  # bytes, of memory
+_SHARED_LINES = 0.45  # of the lines' bytes that are of other heads, that memory is asked for
+_TOGETHER = 0.5e-6
 _PAGES = 0.3e-6  # s more of a step that starts copies of pages
 
 
@@ -446,9 +457,11 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     Of three or four stages: deeper ones were never faster, and two hardly hide the latency of a load. But with lengths, where
     pairs of blocks share a head's keys, three blocks of two stages on an SM were faster than two of three. With keys of 8 bits
     two blocks with steps of 128 keys were fastest nearly everywhere.
+
+    Heads that share lines of memory are loaded together too (`_together`).
     """
-    found = []
-    for kv_splits, kv_cluster, tile_kv in itertools.product(_splits(problem, gpu), KV_CLUSTERS, (64, 128)):
+    found = _together(problem, gpu) if _lines_over_row(problem) > 1 else []
+    for kv_splits, kv_cluster, tile_kv in itertools.product(_splits(problem, 1, gpu), KV_CLUSTERS, (64, 128)):
         if kv_splits % kv_cluster or kv_cluster > PORTABLE_CLUSTER:
             continue
         blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, kv_splits=kv_splits, kv_cluster=kv_cluster)
@@ -463,20 +476,46 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     return sorted(dict.fromkeys(found), key=lambda c: (cost(problem, c, gpu), c.kv_splits))
 
 
+def _together(problem: Problem, gpu: Gpu) -> list[Config]:
+    """Of `_split_candidates`: with all heads' keys in a tile, and two blocks of two stages on each SM.
+
+    In results/2026-11-30-h200-flash_attention-decode-together.jsonl.gz others are faster by 1.7 % in the mean.
+    """
+    heads = _heads_of_a_tile(problem)[-1]
+    most = min(MAX_SPLITS, math.ceil(problem.kv_tokens * heads / 128))
+    blocks = max(1, min(most, 2 * gpu.sms // problem.batch))
+    found: list[Config] = []
+    for tile_kv, kv_splits, kv_cluster in itertools.product((128, 64), sorted({blocks, blocks // 2 * 2 or 1}), (1, 2)):
+        c = Config(
+            max_concurrent_steps=2,
+            tile_kv=tile_kv,
+            kv_splits=kv_splits,
+            kv_cluster=kv_cluster,
+            kv_heads_per_tile=heads,
+            **ONE_WARPGROUP,
+        )
+        legal = heads > 1 and check(problem, c, gpu) is None and blocks_of_an_sm(problem, c, gpu) > 1
+        found += [c] if legal and (not found or found[0].tile_kv == tile_kv) else []
+    return found
+
+
 def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     """Modelled time of the kernel with `kv_splits`: waves of blocks, one after the other, each takes at least HBM's time.
 
     With lengths it is the mean of two: all are full, or they are of any size, and the block of the longest one ends last.
     """
-    rows, clusters, parts = p.q_tokens * (p.q_heads // p.kv_heads), c.kv_cluster > 2, c.kv_splits // c.kv_cluster
-    blocks = p.batch * p.kv_heads * math.ceil(rows / ROWS) * c.kv_splits
+    heads, clusters, parts = c.kv_heads_per_tile, c.kv_cluster > 2, c.kv_splits // c.kv_cluster
+    rows = p.q_tokens * (p.q_heads // p.kv_heads) * heads
+    blocks = p.batch * (p.kv_heads // heads) * math.ceil(rows / ROWS) * c.kv_splits
     sms = gpu.sms * (_IN_CLUSTERS if clusters else 1.0)
     at_once = int(sms * min(4, blocks_of_an_sm(p, c, gpu)))
-    steps = int(cached_kv_blocks(p, p.q_tokens, c.tile_kv).max())
+    steps = int(cached_kv_blocks(p, p.q_tokens, c.tile_kv // heads).max())
     longest_share = math.ceil(steps / c.kv_splits) * c.kv_splits / steps  # over the mean one
     read = reference.bytes_moved(dataclasses.replace(p, lengths=False)) * longest_share
+    if heads == 1:
+        read *= 1 + _SHARED_LINES * (_lines_over_row(p) - 1)
     of_hbm = read / (_READING * hbm(gpu)) / blocks  # s of a block
-    ends = _BLOCK + _EXCHANGE * (c.kv_cluster > 1)
+    ends = _BLOCK + _EXCHANGE * (c.kv_cluster > 1) + _TOGETHER * (heads > 1)
     work = ends / 2
     for waves, wave in ((blocks // at_once, at_once), (1, blocks % at_once)):
         if waves and wave:
@@ -496,6 +535,13 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     return rates.LAUNCH + work
 
 
+def _lines_over_row(p: Problem) -> float:
+    """Bytes of the memory's lines in which a head's row of keys lies, over the row's, in the mean of all heads."""
+    row, line = p.head_dim * p.kv_itemsize, _LINE
+    lines = [-(-(head * row + row) // line) - head * row // line for head in range(p.kv_heads)]
+    return sum(lines) * line / (p.kv_heads * row)
+
+
 def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     """Seconds of the steps of a block on an SM that it shares with others, where HBM is no bound.
 
@@ -503,7 +549,7 @@ def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     loads; and the latency of a load over the bytes in flight.
     """
     d = rounded(p.head_dim)
-    steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_kv).max()) / c.kv_splits)
+    steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_kv // c.kv_heads_per_tile).max()) / c.kv_splits)
     scores, loaded = ROWS * c.tile_kv, 2 * p.kv_itemsize * c.tile_kv * d
     compute = 4 * scores * d / rate(gpu)
     widened = 0 if not p.eight_bits else 2 * c.tile_kv * d

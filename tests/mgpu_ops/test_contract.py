@@ -51,7 +51,7 @@ def test_problem_and_config_are_frozen_and_hold_what_json_holds(spec):
 
 
 ADDED_LATER = {
-    "flash_attention": {"kv_splits": 0, "kv_cluster": 1, "turns": "none", "rescale": "always"},
+    "flash_attention": {"kv_splits": 0, "kv_cluster": 1, "turns": "none", "rescale": "always", "kv_heads_per_tile": 1},
     "flash_attention_backward": {
         "dq_step": "same",
         "q_order": "together",

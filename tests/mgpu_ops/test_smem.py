@@ -11,7 +11,8 @@ import jax
 import pytest
 
 from mgpu_ops import MatmulProblem, spec_of
-from mgpu_ops.attention.problem import backward_smem_bytes, dq_smem_bytes, smem_bytes
+from mgpu_ops.attention.backward_check import backward_smem_bytes, dq_smem_bytes
+from mgpu_ops.attention.problem import smem_bytes
 from mgpu_ops.core import aot, gpu, limits
 from tests import thorough
 from tests.configs import BASE

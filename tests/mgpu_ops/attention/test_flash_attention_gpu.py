@@ -354,6 +354,31 @@ def test_split_keys_are_right_and_so_are_their_gradients(name, kv_splits, kv_clu
     assert_true(with_gradients(arrays, config=config, **kwargs), arrays, assert_close, **kwargs)
 
 
+@pytest.mark.parametrize(("kv_splits", "kv_cluster"), [(1, 1), (3, 1), (16, 2)])
+@pytest.mark.parametrize("tile_kv", [64, 128])
+@pytest.mark.parametrize(
+    ("shape", "kwargs"),
+    [
+        (Shape(3, 1, 1777, 32, 32, 80), {"kv_lengths": [1777, 0, 900]}),
+        (Shape(2, 1, 2048, 32, 8, 96), {}),
+        (Shape(2, 3, 1000, 8, 4, 112), {"causal": True, "window": (300, None)}),
+        (Shape(2, 1, 1501, 40, 8, 160), {"soft_cap": 20.0}),
+        (Shape(2, 2, 900, 32, 16, 128), {"kv_lengths": [900, 77], "causal": True}),
+    ],
+    ids=["80, lengths", "96", "112, window, query tokens", "160, soft cap", "128, lengths, query tokens"],
+)
+def test_heads_of_keys_in_one_tile_are_right(shape, kwargs, tile_kv, kv_splits, kv_cluster, assert_close):
+    config = FORWARD.Config(
+        tile_kv=tile_kv,
+        max_concurrent_steps=2,
+        kv_splits=kv_splits,
+        kv_cluster=kv_cluster,
+        kv_heads_per_tile=shape.kv_heads,
+        **ONE_WARPGROUP,
+    )
+    assert_true_with_sinks(shape, assert_close, config=config, **kwargs)
+
+
 @pytest.mark.parametrize(("kv_splits", "kv_cluster"), [(1, 1), (8, 8), (16, 8)])
 @pytest.mark.parametrize(
     ("shape", "dtype", "kwargs"),

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from mgpu_ops import SPECS
 from mgpu_ops.attention import cudnn, model
+from mgpu_ops.attention.backward_check import backward_blocks, hands_out
 from mgpu_ops.attention.heads import rounded
 from mgpu_ops.attention.mask import MaskTerms, kv_blocks, q_blocks
-from mgpu_ops.attention.problem import BackwardProblem, Problem, backward_blocks, deals_tiles, hands_out
+from mgpu_ops.attention.problem import BackwardProblem, Problem, deals_tiles
 from mgpu_ops.core import gpu
 from tests.mgpu_ops.attention import cases
 from tests.thorough import examples
