@@ -73,6 +73,7 @@ MODELS = {
     "llama3.2-1b": Model(2048, 4, 32, 8, 64, 8192, vocabulary=32128),
     "llama3.2-3b": Model(3072, 4, 24, 8, 128, 8192, vocabulary=18304),
     "mistral-nemo-12b": Model(5120, 4, 32, 8, 128, 14336, vocabulary=16384),
+    "phi3-mini": Model(3072, 4, 32, 32, 96, 8192, vocabulary=4096),
     "phi-4": Model(5120, 4, 40, 10, 128, 17920, vocabulary=12544),
     "qwen2.5-7b": Model(3584, 4, 28, 4, 128, 18944, vocabulary=19008),
     "qwen3-4b": Model(2560, 4, 32, 8, 128, 9728, vocabulary=16896),

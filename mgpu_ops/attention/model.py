@@ -447,7 +447,8 @@ _WAITS = 0.32e-6  # s of a step in which a warpgroup waits: for barriers, and fo
 _LEAST_IN_FLIGHT = 1.5  # steps: with two stages values are asked for a step ahead, keys two
 _LINE = 128  # bytes, of memory
 _SHARED_LINES = 0.45  # of the lines' bytes that are of other heads, that memory is asked for
-_TOGETHER = 0.5e-6
+_TOGETHER = 0.5e-6  # s more of a block's start and end, where a tile has the keys of all heads
+_UNEQUAL_TOGETHER = 0.03  # times longer such blocks take with lengths, as they are few
 _PAGES = 0.3e-6  # s more of a step that starts copies of pages
 
 
@@ -512,8 +513,6 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     steps = int(cached_kv_blocks(p, p.q_tokens, c.tile_kv // heads).max())
     longest_share = math.ceil(steps / c.kv_splits) * c.kv_splits / steps  # over the mean one
     read = reference.bytes_moved(dataclasses.replace(p, lengths=False)) * longest_share
-    if heads == 1:
-        read *= 1 + _SHARED_LINES * (_lines_over_row(p) - 1)
     of_hbm = read / (_READING * hbm(gpu)) / blocks  # s of a block
     ends = _BLOCK + _EXCHANGE * (c.kv_cluster > 1) + _TOGETHER * (heads > 1)
     work = ends / 2
@@ -529,6 +528,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     if p.lengths:
         alone = _split_block(p, c, 1, gpu)
         work = (work + max(alone, work / 2 + alone / 2 * (blocks > at_once))) / 2
+    work *= 1 + (_SHARED_LINES * (_lines_over_row(p) - 1) if heads == 1 else _UNEQUAL_TOGETHER * p.lengths)
     if parts > 1:
         written = 4 * parts * p.batch * p.q_tokens * p.q_heads * rounded(p.head_dim)
         work += _ADDED_UP + _ADDED_UP_PART * parts + 3 * written / hbm(gpu)

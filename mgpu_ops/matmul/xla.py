@@ -22,9 +22,16 @@ from mgpu_ops.matmul.quantities import bytes_moved
 # Fitted to 1493 times on an H200 and an H100, of drawn problems, the suites and stored ones (docs/kernels/matmul.md).
 _LAUNCH = 3.706e-6  # s
 _SHORTER, _SHORT_K = 0.29e-6, 215  # s less, where k is short: few steps fill and drain a pipeline
-_TINY, _TINY_SECONDS = 2**20, 2.4e-6  # with fewer multiplications, one kernel without a pipeline
-# s less, where there are few multiplications and bytes, and k is short: seven drawn problems of 2.5 to 3.2 us
+# With fewer multiplications, one kernel without a pipeline: s, and more for each of k. Several rows with a k of such multiples
+# are faster. Fitted with the next to 224 drawn problems (results/2026-11-30-h200-matmul-small.jsonl.gz).
+_TINY, _TINY_SECONDS, _TINY_OF_K, _TINY_K = 2**20, 2e-6, 1.67e-9, 512
+# s less, where there are few multiplications and bytes, and k is short: less still with one step of 64, and of more
+# multiplications where steps are whole
 _SMALL_SECONDS, _SMALL, _SMALL_BYTES, _SMALL_K = 1e-6, 12e6, 4e6, 400
+_SMALL_STEP, _SMALL_ONE_STEP, _SMALL_WHOLE, _SMALL_WHOLE_SECONDS = 64, 0.5e-6, 15e7, 0.8e-6
+# One row by B's rows is a reduction: s, and of HBM's rate. With a long k and so many bytes XLA takes 1.03 to 2.7 times as long.
+_REDUCTION_LAUNCH, _REDUCTION_MEMORY = 1.4e-6, 0.875
+_REDUCTION_LONG_K, _REDUCTION_LONG_BYTES = 4096, 17e6
 _RATE = 0.8464  # of the datasheet's FLOP/s
 # With operands of 8 bits: s more, and of the datasheet's FLOP/s. Fitted to 34 problems of FP8 and 25 of int8 on an H200.
 _LAUNCH_FP8, _RATE_FP8 = 4.63e-6, 0.77
@@ -88,8 +95,10 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     time = launch + |waves * tile, HBM bytes / HBM rate| of the best tile, + sum of the parts of k, + activation, + residual;
     of a tiny product a constant; with a k that must be padded, + the copies of both operands.
     """
+    if _is_fast_reduction(problem):
+        return _REDUCTION_LAUNCH + bytes_moved(problem) / (_REDUCTION_MEMORY * gpu.memory_bytes_per_s)
     if problem.dtype in DTYPES and problem.batch * problem.m * problem.n * problem.k < _TINY:
-        return _TINY_SECONDS
+        return _TINY_SECONDS + _TINY_OF_K * (problem.k if problem.m == 1 or problem.k % _TINY_K else 0)
     p, parts, algorithm = problem, split_k(problem, gpu), algorithms.of_xla(problem.algorithm, problem.m, problem.n)
     added = 0.0 if parts > 1 else _activated(p, gpu)
     if p.residual:
@@ -116,14 +125,31 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     launch = _LAUNCH - _SHORTER * math.exp(-p.k / _SHORT_K)
     if itemsize_of(p.dtype) == 1 and p.scales != "block":
         launch += _LAUNCH_INT8 if p.dtype == "int8" else _LAUNCH_FP8 + _padding_rows(p, gpu)
-    if p.dtype in DTYPES and p.batch * p.m * p.n * p.k < _SMALL and bytes_moved(p) < _SMALL_BYTES and p.k < _SMALL_K:
-        launch -= _SMALL_SECONDS
+    if p.dtype in DTYPES and bytes_moved(p) < _SMALL_BYTES and p.k < _SMALL_K:
+        launch -= _saved(p)
     return launch + _LAUNCH_PARTS * (algorithm == "bf16_x3") + seconds + added
 
 
 def _is_reduction(p: Problem) -> bool:
     """Whether XLA has a reduction of B's rows for it, no product."""
     return p.m == 1 and p.layout[1] == "t"
+
+
+def _is_fast_reduction(p: Problem) -> bool:
+    """Whether it is one that reads B nearly at HBM's rate. What else was not measured is left out."""
+    alone = p.batch == 1 and p.activation == "none" and not (p.residual or p.normalised or p.bias)
+    slow = p.k > _REDUCTION_LONG_K and bytes_moved(p) >= _REDUCTION_LONG_BYTES
+    return _is_reduction(p) and alone and p.dtype in DTYPES and not slow
+
+
+def _saved(p: Problem) -> float:
+    """Seconds that a small product with a short k takes less than the others of its kind."""
+    multiplied = p.batch * p.m * p.n * p.k
+    less = _SMALL_ONE_STEP if p.k <= _SMALL_STEP else 0.0
+    if multiplied < _SMALL:
+        return _SMALL_SECONDS + less
+    whole = p.k % _SMALL_STEP == 0 and multiplied < _SMALL_WHOLE
+    return _SMALL_WHOLE_SECONDS + less if whole else 0.0
 
 
 def _activated(p: Problem, gpu: Gpu) -> float:
@@ -158,12 +184,15 @@ _HALF_A_WAVE, _K_OF_FEW_TILES, _ROWS_OF_FEW_TILES, _COLUMNS_OF_FEW_TILES = 66, 1
 _ROWS_OF_DECODING, _UNIT_OF_DECODING, _SIDE_OF_DECODING = 65, 64, 1024
 _MANY_ROWS, _MARGIN_OF_SHORT_K, _K_OF_MANY_ROWS = 16, 0.97, 4096
 _K_OF_FEW_ROWS, _MARGIN_OF_FEW_ROWS_BY_T = 2560, 0.94
-# Few rows by small matrices [k, n], such as a router's. One row XLA reduces in two kernels, which its model leaves out: in
-# eleven problems of 8 to 1024 columns the kernel was 1.10 to 2.36 times as fast, and is modelled to take up to 1.6 times as
-# long. Of more rows and the smallest matrices XLA takes 0.7 to 0.84 of what is modelled: with the usual margin 4 x 128 x 2048
-# was at 0.847x (results/2026-11-30-h200-matmul-routers.jsonl).
-_COLUMNS_OF_A_ROW, _K_OF_A_ROW = 1024, range(1536, 7169)
+# Few rows by small matrices [k, n], such as a router's. One row XLA reduces in two kernels, which its model leaves out: in 25
+# problems of 8 to 3712 columns the kernel was 1.10 to 3.91 times as fast, and is modelled to take up to 1.6 times as long. Of
+# more rows and the smallest matrices XLA takes 0.7 to 0.84 of what is modelled: with the usual margin 4 x 128 x 2048 was at
+# 0.847x (results/2026-11-30-h200-matmul-routers.jsonl, -small.jsonl.gz).
+_COLUMNS_OF_A_ROW, _K_OF_A_ROW = 3712, range(232, 7297)
 _SMALL_MATRIX, _MARGIN_OF_SMALL_MATRIX = 2**18, 0.7
+# A short k, two long sides: stores take most of it. Of three, modelled 14 to 16 % ahead, the kernel was slower in all, at worst
+# 0.87x (-small.jsonl.gz).
+_STORED_K, _STORED_SIDE, _MARGIN_OF_STORES = 192, 1536, 0.8
 
 
 def margin(problem: Problem) -> float:
@@ -188,11 +217,15 @@ def margin(problem: Problem) -> float:
             return math.inf
         if p.m > 1 and p.n * p.k <= _SMALL_MATRIX:
             return _MARGIN_OF_SMALL_MATRIX
+    if _is_reduction(p) and _is_of_few_rows(p) and not _is_fast_reduction(p) and not (p.residual or p.bias):
+        return 1.0  # six of 21 to 87 MB: 1.07 to 2.87x, and modelled 0.92 to 0.98 of XLA's time
     if _is_decoding(p):
         if p.m >= _MANY_ROWS:
             return 1.0 if p.k >= _K_OF_MANY_ROWS else _MARGIN_OF_SHORT_K
         if math.ceil(p.n / 128) <= _HALF_A_WAVE and p.k >= _K_OF_FEW_ROWS and not _is_reduction(p):
             return 1.0 if p.layout[1] == "n" else _MARGIN_OF_FEW_ROWS_BY_T
+    if p.k <= _STORED_K and min(p.m, p.n) >= _STORED_SIDE and p.batch == 1:
+        return _MARGIN_OF_STORES
     large = min(p.m, p.n, p.k) >= _LARGE_SIDE and quantities.flops(p) >= _LARGE
     long = p.k >= (_LONG_K if p.activation == "none" else _LONG_K_ACTIVATED)
     large_of_long = long and min(p.m, p.n) >= _SIDE_OF_LONG and quantities.flops(p) >= _LARGE_OF_LONG

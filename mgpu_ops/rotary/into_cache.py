@@ -31,6 +31,7 @@ from mgpu_ops.rotary.problem import HEAD_DIMS
 
 _THREADS = 128  # of a warpgroup, each of which rotates as many pairs
 _BOX = 256  # a TMA copy's largest side
+_UNIT = 16  # bytes: a TMA copy's rows are whole ones
 _ALIGNED = 128  # bytes: where a TMA copy begins in shared memory
 _READ = {"bfloat16", "float16", "float32"}  # dtypes of weights that the kernel reads
 
@@ -101,8 +102,9 @@ def rotary_into_cache(
     Returns:
       q, [batch, 1, q_heads, head_dim], and both caches, as `flash_attention` takes them.
 
-    The kernel takes 16-bit floats, kv_heads that divide q_heads, a head_dim that is a multiple of 64 up to 512, and kv_heads
-    head_dim a multiple of 256. With norms of heads head_dim is 64, 128 or 256, and kv_heads a multiple of 4.
+    The kernel takes 16-bit floats, kv_heads that divide q_heads, a head_dim that is a multiple of 16 (of 32 with caches of 8
+    bits) up to 512, and kv_heads head_dim a multiple of 256. With norms of heads head_dim is 64, 128 or 256, and kv_heads a
+    multiple of 4.
 
     Works under jit, vmap (with a page_table one after the other) and scan. Sequences may be split over devices, but not those
     that share a pool of pages. There is no gradient.
@@ -276,8 +278,9 @@ def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: boo
     q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     if q_heads % kv_heads:
         return f"kv_heads={kv_heads} does not divide q_heads={q_heads}"
-    if head_dim % 64 or head_dim > 2 * _BOX or kv_heads > _BOX:
-        return f"head_dim={head_dim} is no multiple of 64 up to {2 * _BOX}, or kv_heads={kv_heads} is above {_BOX}"
+    unit = 2 * _UNIT // k.dtype.itemsize  # halves of heads are whole 16 bytes, in the cache too
+    if head_dim % unit or head_dim > 2 * _BOX or kv_heads > _BOX:
+        return f"head_dim={head_dim} is no multiple of {unit} up to {2 * _BOX}, or kv_heads={kv_heads} is above {_BOX}"
     if rows is not None and (reason := supports_rows(rows)):
         return reason
     if kv_heads * head_dim % (2 * _THREADS):

@@ -80,11 +80,14 @@ CASES: dict[str, dict[str, Any]] = {
     "two groups": {},
     "one group, float16": {"q_heads": 2, "dtype": jnp.float16},
     "head dim 64": {"kv_heads": 4, "head_dim": 64},
+    "head dim 96": {"q_heads": 16, "kv_heads": 8, "head_dim": 96},
+    "head dim 80, float16": {"q_heads": 16, "kv_heads": 16, "head_dim": 80, "dtype": jnp.float16},
+    "head dim 112": {"q_heads": 16, "kv_heads": 16, "head_dim": 112},
 }
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
-@pytest.mark.parametrize("case", thorough.cases(CASES, ["one group, float16"]))
+@pytest.mark.parametrize("case", thorough.cases(CASES, ["one group, float16", "head dim 112"]))
 def test_rotated_and_written_where_positions_say(case, backend, assert_near):
     given = arrays(**CASES[case])
     out = jax.jit(functools.partial(rotary_into_cache, backend=backend))(*given)
@@ -459,8 +462,9 @@ def test_one_kernel_writes_to_the_pages_of_a_donated_pool_in_place(dtype):
 
 
 @pytest.mark.skipif(aot.available() is not None, reason=str(aot.available()))
-def test_one_kernel_writes_a_donated_cache_in_place():
-    shapes = jax.eval_shape(functools.partial(arrays, batch=16, tokens=512, q_heads=32, kv_heads=8))
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 128), (32, 96), (32, 80)])
+def test_one_kernel_writes_a_donated_cache_in_place(kv_heads, head_dim):
+    shapes = jax.eval_shape(functools.partial(arrays, 16, 512, 32, kv_heads, head_dim))
     rows = jax.ShapeDtypeStruct((16, 4096), BF16)
     report = aot.compile_for(H200, lambda *given: rotary_into_cache(*given[:-1], rms_rows=given[-1]), *shapes, rows)
     (kernel,) = report.kernels
