@@ -43,6 +43,7 @@ FEW_TILES = (
 DECODING = "2026-11-30-h200-matmul-decoding.jsonl.gz"
 SHORT_ROWS = ("2026-11-30-h200-matmul-17-to-64-rows.jsonl.gz", "2026-11-30-h200-matmul-65-to-192-rows.jsonl.gz")
 BESIDE_XLA = "2026-11-30-h200-matmul-17-to-192-rows-beside-xla.jsonl"
+SMALL = ("2026-11-30-h200-matmul-small.jsonl.gz", "2026-11-30-h200-matmul-small-drawn.jsonl")
 ROUTERS = "2026-11-30-h200-matmul-routers.jsonl"
 EIGHT_BITS = "2026-11-29-h200-matmul-8-bits.jsonl.gz"
 ON_H100 = ("2026-11-23-h100-matmul-anywhere.csv", "2026-11-23-h100-matmul-llm-rows.csv")
@@ -67,7 +68,7 @@ SHORT_TILES = "2026-11-28-h200-grouped_matmul-short-tiles.jsonl.gz"
 RESIDUALS = "2026-11-29-h200-matmul-residual-drawn.jsonl.gz"
 QUANTIZED_ROWS = "2026-11-22-h200-quantized_matmul-rows.jsonl"
 QUANTIZED_FEW = "2026-11-30-h200-quantized_matmul-few-rows.jsonl.gz"
-GATED_FEW = "2026-11-30-h200-gated_matmul-few-rows.jsonl.gz"
+GATED_FEW = ("2026-11-30-h200-gated_matmul-few-rows.jsonl.gz", "2026-11-30-h200-gated_matmul-few-rows-joined.jsonl")
 QUANTIZED = ("2026-11-30-h200-quantized_matmul-w4.csv", "2026-11-30-h200-quantized_matmul-w8.csv")
 H200, H100 = gpu.find("h200"), gpu.find("h100-sxm")
 
@@ -107,6 +108,8 @@ def measured() -> list[Measured]:
         *_timed("65 to 192 rows, cold", SHORT_ROWS[1], now=True),
         *_timed("17 to 192 rows beside XLA, cold", BESIDE_XLA, now=True),
         *_timed("routers, cold", ROUTERS, now=True),
+        *_timed("small, cold", SMALL[0], now=True),
+        *_timed("small, drawn, cold", SMALL[1], now=True),
         *_timed("8 bits, cold", EIGHT_BITS, now=True),
         *_benched("matmul", "calls on an H100", *ON_H100, on=H100),
         *_float32(),
@@ -114,7 +117,8 @@ def measured() -> list[Measured]:
         *_no_faster_since(_residuals()),
         *(one for source, name in GROUPED.items() for one in _grouped(source, name)),
         *_short_tiles(),
-        *_gated_few(),
+        *_gated_few("few rows", GATED_FEW[0]),
+        *_gated_few("few rows, joined", GATED_FEW[1]),
         *_quantized(),
         *_quantized_few("few rows", held=False),
         *_quantized_few("few rows, drawn", held=True),
@@ -270,15 +274,15 @@ def _residuals() -> Iterator[Measured]:
         yield Measured("matmul", "drawn with a residual, warm", problem, pairs, xla_us)
 
 
-def _gated_few() -> Iterator[Measured]:
-    """1, 16 and 64 rows of x by gate and up in two matrices, with a cold L2, beside XLA; of configs the candidates."""
+def _gated_few(source: str, name: str) -> Iterator[Measured]:
+    """1, 16 and 64 rows of x by gate and up in two matrices or one, with a cold L2, beside XLA; of configs the candidates."""
     spec = SPECS["gated_matmul"]
-    for line in _read(RESULTS / GATED_FEW).splitlines()[1:]:
+    for line in _read(RESULTS / name).splitlines()[1:]:
         entry = json.loads(line)
         pairs = [(spec.Config(**c["config"]), c["us"]) for c in entry["configs"] if "us" in c and not c["spills"]]
         problem = spec.Problem(**entry["problem"])
         chosen = spec.candidates(problem, H200)
-        yield Measured("gated_matmul", "few rows", problem, [(c, us) for c, us in pairs if c in chosen], entry["xla_us"])
+        yield Measured("gated_matmul", source, problem, [(c, us) for c, us in pairs if c in chosen], entry["xla_us"])
 
 
 def _quantized() -> Iterator[Measured]:
@@ -438,8 +442,18 @@ _COLOURS = (
     "#7fb069",
     "#d94f70",
     "#3b5b3b",
+    "#b0c4de",
+    "#8b4513",
 )
-_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", (4, 1), (3, 1), (5, 1), (6, 1))  # the last are stars of so many points
+_MARKERS: tuple[Any, ...] = (
+    *"os^Dv<>phXd*PH8.",
+    (4, 1),
+    (3, 1),
+    (5, 1),
+    (6, 1),
+    (7, 1),
+    (8, 1),
+)  # the last are stars of so many points
 _ACROSS = 3
 
 

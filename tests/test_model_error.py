@@ -43,7 +43,7 @@ def test_every_recorded_sweep_and_what_was_drawn_is_counted() -> None:
         *("calls on an H100", "drawn with alternatives, cold", "128 to 2048 rows, cold", "drawn with a residual, warm"),
         "65 to 3000 rows, cold",
         *("few tiles, cold", "8 bits, cold", "decoding, cold", "routers, cold", "17 to 64 rows, cold", "65 to 192 rows, cold"),
-        "17 to 192 rows beside XLA, cold",
+        *("17 to 192 rows beside XLA, cold", "small, cold", "small, drawn, cold"),
     }
     assert {(op, "short tiles, warm") for op in ("grouped_matmul", "gated_grouped_matmul")} <= sources
 
@@ -106,7 +106,7 @@ def by_winner(source: str, op: str = "matmul") -> tuple[list[tuple[Any, float]],
 def test_no_product_of_decoding_that_the_models_give_to_the_kernel_was_slower_by_3_percent() -> None:
     kernel, others = by_winner("decoding, cold")
     ratios = [ratio for _, ratio in kernel]
-    assert (len(kernel), len(kernel) + len(others)) == (65, 96)
+    assert (len(kernel), len(kernel) + len(others)) == (68, 96)
     assert min(ratios) >= 0.97
     assert math.prod(ratios) ** (1 / len(ratios)) >= 1.13
 
@@ -118,6 +118,22 @@ def test_no_drawn_product_of_17_to_192_rows_that_the_kernel_gets_was_slower_than
     assert min(ratios) >= 1.1
     assert max(ratio for _, ratio in others) <= 1.03
     assert math.prod(ratios) ** (1 / len(ratios)) >= 2.0
+
+
+@pytest.mark.parametrize(("source", "count", "few"), [("small, cold", 224, 135), ("small, drawn, cold", 90, 45)])
+def test_no_small_product_that_the_kernel_gets_was_slower_than_xla_s_by_3_percent(source, count, few) -> None:
+    kernel, others = by_winner(source)
+    ratios = [ratio for _, ratio in kernel]
+    assert len(kernel) + len(others) == count
+    assert len(kernel) >= few
+    assert min(ratios) >= 0.97
+    assert math.prod(ratios) ** (1 / len(ratios)) >= 1.6
+
+
+def test_gated_products_by_weights_in_one_matrix_or_of_normalised_rows_get_the_kernel_where_it_was_faster() -> None:
+    kernel, others = by_winner("few rows, joined", "gated_matmul")
+    assert min(ratio for _, ratio in kernel) >= 1.019
+    assert max(ratio for _, ratio in others) <= 1.02
 
 
 def test_gated_products_of_few_rows_that_get_the_kernel_were_3_percent_faster_than_xla_s_or_more() -> None:
@@ -140,11 +156,11 @@ def test_the_default_of_few_rows_and_integer_weights_is_near_the_fastest_of_draw
     assert max(over) <= 1.13
 
 
-def test_no_product_with_a_router_that_the_kernel_gets_was_slower_than_xla_s() -> None:
+def test_no_product_with_a_router_that_the_kernel_gets_was_slower_than_xla_s_by_1_percent() -> None:
     """One row always, more rows by the largest ones and by those whose k XLA pads."""
     kernel, others = by_winner("routers, cold")
-    assert (len(kernel), len(kernel) + len(others)) == (15, 40)
-    assert min(ratio for _, ratio in kernel) >= 1.09
+    assert (len(kernel), len(kernel) + len(others)) == (23, 40)
+    assert min(ratio for _, ratio in kernel) >= 0.99  # timed before blocks began 0.4 us sooner
     assert max(ratio for _, ratio in others) < 1.9
     assert sum(problem.m == 1 for problem, _ in kernel) == 11
 

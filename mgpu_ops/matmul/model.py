@@ -61,7 +61,7 @@ _LATENCY = 7.307e-07  # s from a TMA request to its data
 _LAUNCH = 1.092e-06  # s
 # s less in kernels of up to `_SAVED_WHOLE`, and nothing from `_SAVED_UNTIL` on: 224 drawn problems, those of up to 5 us 0.2 to
 # 0.5 us faster than modelled before (results/2026-11-30-h200-matmul-small.jsonl.gz).
-_SAVED, _SAVED_WHOLE, _SAVED_UNTIL = 0.5e-6, 2.5e-6, 8e-6
+_SAVED, _SAVED_WHOLE, _SAVED_UNTIL = 0.5e-6, 2.5e-6, 6.5e-6
 _APART = 0.8986  # of that time is left where blocks begin with steps of their own
 _ISSUE = {
     "cooperative": 7.146e-08,

@@ -45,7 +45,7 @@ _NOT_HIDDEN = 0.45  # with a stored gate, of the time of what else is read and w
 # Of few rows, in a step of decoding (results/2026-11-23-h200-llama-decode-sets.jsonl).
 _FEW_ROWS = 1.5e-6  # s more
 # Of 16 to 64 rows by two matrices of so many weights, times that, and XLA's joined product of both, on an H200
-# (results/2026-11-30-h200-gated_matmul-few-rows.jsonl.gz).
+# (results/2026-11-30-h200-gated_matmul-few-rows.jsonl.gz, -few-rows-joined.jsonl).
 _LARGE, _OF_LARGE, _OF_LARGE_JOINED = 20_000_000, 0.92, 1.14
 _COMBINED = 1e-6  # s of the kernel of XLA that makes the result of gate and up, beside its bytes
 # `DotMerger` of openxla/xla makes one product of two up to this size of a weight and a result together: seen in the HLO of 13
@@ -98,7 +98,7 @@ def baseline_cost(problem: Problem, gpu: Gpu) -> float:
     if (p.k + p.m) * p.n * size > _MERGED_BYTES:
         rows_normalised = xla.cost(dataclasses.replace(one, normalised=True), gpu) - xla.cost(one, gpu) if p.normalised else 0.0
         return seconds + 2 * xla.cost(one, gpu) + rows_normalised
-    if _is_few_by_large(p, gpu):
+    if _is_few_by_large(p, gpu) and not p.normalised:
         return _OF_LARGE_JOINED * (seconds + both)
     copied = 4 * p.k * p.n * size / gpu.memory_bytes_per_s  # read and written
     if p.layout == "nt" or p.m > _JOINED_ROWS:
@@ -116,9 +116,12 @@ def margin(problem: Problem) -> float:
 
 
 def _is_few_by_large(p: Problem, gpu: Gpu) -> bool:
-    """Whether 16 to 64 rows, as they are, are multiplied by two large matrices [k, n] on an H200."""
-    plain = p.layout == "nn" and not (p.gradient or p.stored or p.normalised or p.joined)
-    return gpu.key == "h200" and plain and 16 <= p.m <= gemm.ROWS and p.n * p.k >= _LARGE
+    """Whether 16 to 64 rows are multiplied by two large matrices [k, n] on an H200.
+
+    With fewer columns than SMs have tiles of 64 for, 64 rows alone: TMA fills such a tile's other rows with zeros in each step.
+    """
+    rows = 16 <= p.m <= gemm.ROWS and (p.m == gemm.ROWS or p.n > gemm.ROWS * gpu.sms)
+    return gpu.key == "h200" and p.layout == "nn" and not (p.gradient or p.stored) and rows and p.n * p.k >= _LARGE
 
 
 _IN_TURN = ((128, 192), (128, 160), (128, 128), (64, 256), (64, 128), (64, 64))  # with a stored gate

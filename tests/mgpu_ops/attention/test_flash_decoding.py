@@ -308,7 +308,7 @@ def test_the_model_ranks_first_what_was_measured_to_be_fast():
 
 
 def test_heads_that_share_lines_of_memory_are_loaded_together_where_that_was_measured_to_be_faster():
-    """In results/: configs of 94 problems, of which half have such heads. Those with splits that no default has are out."""
+    """In results/: configs of 98 problems, of which half have such heads. Those with splits that no default has are out."""
     slower, faster = [], []
     lines = gzip.decompress(TOGETHER_RESULTS.read_bytes()).decode().splitlines()
     for line in lines[1:]:
