@@ -480,7 +480,8 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 def _together(problem: Problem, gpu: Gpu) -> list[Config]:
     """Of `_split_candidates`: with all heads' keys in a tile, and two blocks of two stages on each SM.
 
-    In results/2026-11-30-h200-flash_attention-decode-together.jsonl.gz others are faster by 1.7 % in the mean.
+    The default, of these and of heads apart, takes 1.02 times as long as the fastest timed in the mean of 41 problems
+    (results/2026-11-30-h200-flash_attention-decode-together.jsonl.gz).
     """
     heads = _heads_of_a_tile(problem)[-1]
     most = min(MAX_SPLITS, math.ceil(problem.kv_tokens * heads / 128))
@@ -536,7 +537,12 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
 
 
 def _lines_over_row(p: Problem) -> float:
-    """Bytes of the memory's lines in which a head's row of keys lies, over the row's, in the mean of all heads."""
+    """Bytes of the memory's lines in which a head's row of keys lies, over the row's, in the mean of all heads.
+
+    1 where rows of one head follow each other.
+    """
+    if p.kv_heads == 1:
+        return 1.0
     row, line = p.head_dim * p.kv_itemsize, _LINE
     lines = [-(-(head * row + row) // line) - head * row // line for head in range(p.kv_heads)]
     return sum(lines) * line / (p.kv_heads * row)
