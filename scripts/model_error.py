@@ -445,15 +445,7 @@ _COLOURS = (
     "#b0c4de",
     "#8b4513",
 )
-_MARKERS: tuple[Any, ...] = (
-    *"os^Dv<>phXd*PH8.",
-    (4, 1),
-    (3, 1),
-    (5, 1),
-    (6, 1),
-    (7, 1),
-    (8, 1),
-)  # the last are stars of so many points
+_MARKERS: tuple[Any, ...] = (*"os^Dv<>phXd*PH8.", *((points, 1) for points in range(3, 9)))  # the last are stars
 _ACROSS = 3
 
 

@@ -122,6 +122,7 @@ def test_no_drawn_product_of_17_to_192_rows_that_the_kernel_gets_was_slower_than
 
 @pytest.mark.parametrize(("source", "count", "few"), [("small, cold", 224, 135), ("small, drawn, cold", 90, 45)])
 def test_no_small_product_that_the_kernel_gets_was_slower_than_xla_s_by_3_percent(source, count, few) -> None:
+    """Of those drawn afterwards three were, before the margin of a short k and many rows was made for them too."""
     kernel, others = by_winner(source)
     ratios = [ratio for _, ratio in kernel]
     assert len(kernel) + len(others) == count
@@ -157,7 +158,7 @@ def test_the_default_of_few_rows_and_integer_weights_is_near_the_fastest_of_draw
 
 
 def test_no_product_with_a_router_that_the_kernel_gets_was_slower_than_xla_s_by_1_percent() -> None:
-    """One row always, more rows by the largest ones and by those whose k XLA pads."""
+    """One row always; more rows by the largest ones, and where XLA's k is long or padded."""
     kernel, others = by_winner("routers, cold")
     assert (len(kernel), len(kernel) + len(others)) == (23, 40)
     assert min(ratio for _, ratio in kernel) >= 0.99  # timed before blocks began 0.4 us sooner

@@ -12,7 +12,7 @@ them, and by as many thread blocks as there is room for:
 - *Heads together.* With `kv_heads_per_tile` a tile has the keys of all heads, as they lie in memory: 64 rows are 8 tokens of 8
   heads. All query heads are rows of it, and each sees the keys of its own head: weights of the others are 0. The products are
   the same, as a tile of 64 rows has room for 64 query heads. The kernel then takes [kv_tokens, kv_heads] for the tokens of one
-  head (`problem.as_loaded`); masks are still of tokens.
+  head (`problem.as_loaded`); masks are still of tokens. A NaN or infinite value of one head makes NaN of all, as 0 times it is.
 - *Pages.* A thread block first copies its share of the table of pages to shared memory. Each tile of keys (and of values) is
   then loaded by a copy for each of its pages, or for its part of one; all else is as without pages.
 - *Keys and values of 8 bits* are half of the bytes to read. All threads write a tile to shared memory once more, as float16,

@@ -1,9 +1,9 @@
 """flash_attention: softmax(scale q k^T + bias, where visible) v for each head, forward and backward, for NVIDIA Hopper.
 
-`problem.py` says what is computed and which configs can run it, `mask.py` which key a row sees, `model.py` which configs are
-worth trying, `shapes.py` which problems have names; `forward.py` and `backward.py` are the kernels from load to store,
-`launch.py` and `operands.py` their arrays, `reference.py` the same through XLA; `arguments.py` checks a call. Here is the
-public function with its gradient and batching rules, and the specs of the two ops.
+`problem.py` says what is computed and which configs can run it, `backward_check.py` which its gradients, `mask.py` which key a
+row sees, `model.py` which configs are worth trying, `shapes.py` which problems have names; `forward.py` and `backward.py` are
+the kernels from load to store, `launch.py` and `operands.py` their arrays, `reference.py` the same through XLA; `arguments.py`
+checks a call. Here is the public function with its gradient and batching rules, and the specs of the two ops.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def flash_attention(
       [batch, q_tokens, q_heads, v_head_dim] of q's dtype: zeros, with zero gradients, for a row that sees nothing. Scores below
       -1e30 count as not visible. A NaN that a row sees shows in its output, its lse (but for a NaN in v) and its gradients.
       What lengths cut off, and queries, keys and values that segments or a mask hide from all, are ignored, NaN or not; any
-      other NaN may also show where it is not seen, as zero times NaN is NaN.
+      other NaN or infinite value may also show where it is not seen, as zero times it is NaN: in decoding also in other heads.
 
     Works under jit, grad (reverse mode), vmap (folded into the batch), scan, jax.checkpoint and shard_map.
 

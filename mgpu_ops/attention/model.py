@@ -23,13 +23,14 @@ from mgpu_ops.attention.problem import (
     ONE_WARPGROUP,
     PORTABLE_CLUSTER,
     ROWS,
+    SPLIT_TILES_KV,
     BackwardProblem,
     Config,
     Problem,
     blocks_of_an_sm,
     check,
     least_splits,
-    loads_heads_apart,
+    loads_heads_together,
     masks_all,
     output_tiles,
     split_stages,
@@ -102,7 +103,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
     if splits_keys_by_default(problem):
         choices: dict[str, Sequence[Any]] = {name: (value,) for name, value in ONE_WARPGROUP.items()}
         choices |= {
-            "tile_kv": (64, 128),
+            "tile_kv": SPLIT_TILES_KV,
             "max_concurrent_steps": (2, 3, 4, 5, 6, 7),
             "kv_splits": tuple(sorted({n for heads in _heads_of_a_tile(problem) for n in _splits(problem, heads, gpu)})),
             "kv_cluster": KV_CLUSTERS,
@@ -127,7 +128,7 @@ def space(problem: Problem, gpu: Gpu) -> dict[str, Sequence[Any]]:
 
 def _heads_of_a_tile(problem: Problem) -> tuple[int, ...]:
     """The choices for `kv_heads_per_tile`."""
-    return (1,) if loads_heads_apart(problem) else (1, problem.kv_heads)
+    return (1,) if loads_heads_together(problem) else (1, problem.kv_heads)
 
 
 def _splits(problem: Problem, heads: int, gpu: Gpu) -> tuple[int, ...]:
@@ -448,6 +449,7 @@ _LEAST_IN_FLIGHT = 1.5  # steps: with two stages values are asked for a step ahe
 _LINE = 128  # bytes, of memory
 _SHARED_LINES = 0.45  # of the lines' bytes that are of other heads, that memory is asked for
 _TOGETHER = 0.5e-6  # s more of a block's start and end, where a tile has the keys of all heads
+_MOST_TOGETHER = 88  # of `kv_splits` with such blocks: of three sequences
 _UNEQUAL_TOGETHER = 0.03  # times longer such blocks take with lengths, as they are few
 _PAGES = 0.3e-6  # s more of a step that starts copies of pages
 
@@ -462,7 +464,7 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
     Heads that share lines of memory are loaded together too (`_together`).
     """
     found = _together(problem, gpu) if _lines_over_row(problem) > 1 else []
-    for kv_splits, kv_cluster, tile_kv in itertools.product(_splits(problem, 1, gpu), KV_CLUSTERS, (64, 128)):
+    for kv_splits, kv_cluster, tile_kv in itertools.product(_splits(problem, 1, gpu), KV_CLUSTERS, SPLIT_TILES_KV):
         if kv_splits % kv_cluster or kv_cluster > PORTABLE_CLUSTER:
             continue
         blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, kv_splits=kv_splits, kv_cluster=kv_cluster)
@@ -480,14 +482,17 @@ def _split_candidates(problem: Problem, gpu: Gpu) -> list[Config]:
 def _together(problem: Problem, gpu: Gpu) -> list[Config]:
     """Of `_split_candidates`: with all heads' keys in a tile, and two blocks of two stages on each SM.
 
-    The default, of these and of heads apart, takes 1.02 times as long as the fastest timed in the mean of 41 problems
-    (results/2026-11-30-h200-flash_attention-decode-together.jsonl.gz).
+    The default, of these and of heads apart, takes 1.02 times as long as the fastest timed in the mean of 39 problems
+    (results/2026-11-30-h200-flash_attention-decode-together.jsonl.gz). Of one or two sequences those timed were slower.
     """
-    heads = _heads_of_a_tile(problem)[-1]
-    most = min(MAX_SPLITS, math.ceil(problem.kv_tokens * heads / 128))
-    blocks = max(1, min(most, 2 * gpu.sms // problem.batch))
+    heads, splits = _heads_of_a_tile(problem)[-1], 2 * gpu.sms // problem.batch
+    if splits > _MOST_TOGETHER:
+        return []
+    blocks = max(1, min(math.ceil(problem.kv_tokens * heads / SPLIT_TILES_KV[-1]), splits))
     found: list[Config] = []
-    for tile_kv, kv_splits, kv_cluster in itertools.product((128, 64), sorted({blocks, blocks // 2 * 2 or 1}), (1, 2)):
+    for tile_kv, kv_splits, kv_cluster in itertools.product(
+        SPLIT_TILES_KV[::-1], sorted({blocks, blocks // 2 * 2 or 1}), (1, 2)
+    ):
         c = Config(
             max_concurrent_steps=2,
             tile_kv=tile_kv,
@@ -539,11 +544,11 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
 def _lines_over_row(p: Problem) -> float:
     """Bytes of the memory's lines in which a head's row of keys lies, over the row's, in the mean of all heads.
 
-    1 where rows of one head follow each other.
+    1 where rows of one head follow each other, and for keys of 8 bits, to whose times the model was not fitted so.
     """
-    if p.kv_heads == 1:
+    if p.kv_heads == 1 or p.eight_bits:
         return 1.0
-    row, line = p.head_dim * p.kv_itemsize, _LINE
+    row, line = rounded(p.head_dim) * p.kv_itemsize, _LINE
     lines = [-(-(head * row + row) // line) - head * row // line for head in range(p.kv_heads)]
     return sum(lines) * line / (p.kv_heads * row)
 

@@ -134,10 +134,11 @@ class Config:
     pv_wait: when weights times values are waited for: "late", after the softmax of the next kv block; "half", after half of its
       exponentials, and row sums are added up over a row's four threads once, at the end; or "early", where ptxas puts it.
     kv_splits: thread blocks that the keys of a head are split over, up to 256 (`decode.py`), for few query tokens; 0: no split.
-      Only tile_kv, max_concurrent_steps (of keys; values have one less) and kv_cluster can be chosen beside it.
+      Only tile_kv, max_concurrent_steps (of keys; values have one less) and the next two can be chosen beside it.
     kv_cluster: how many of these blocks are a cluster and add up their outputs: 1, 2, 4, 8 or 16. A kernel adds the clusters'.
     kv_heads_per_tile: heads whose keys a block with `kv_splits` loads in one step: 1, or all of `Problem.kv_heads`, whose keys
-      and values lie together in memory: a step then has fewer tokens.
+      and values lie together in memory: a step then has tile_kv / kv_heads tokens. NaN or infinite values of one head then
+      make NaN of all heads' outputs.
     turns: whether consumers take turns at starting the two products of a step: "products", or "none".
     rescale: when the output is multiplied by how much a row's weights shrink: "always", in each step; "conditional", by a warp,
       when the greatest score of one of its 16 rows has grown by more than a threshold (a factor of 256 in its weight).
@@ -423,11 +424,11 @@ def as_loaded(problem: Problem, config: Config) -> Problem:
     return p if heads == 1 else dataclasses.replace(p, kv_heads=1, kv_tokens=p.kv_tokens * heads)
 
 
-def loads_heads_apart(problem: Problem) -> str | None:
+def loads_heads_together(problem: Problem) -> str | None:
     """Why no tile can have the keys of all heads, or None."""
     p = problem
-    if p.kv_heads == 1 or SPLIT_TILES_KV[-1] % p.kv_heads:
-        return f"kv_heads={p.kv_heads} is no power of two from 2 to {SPLIT_TILES_KV[-1]}"
+    if p.kv_heads == 1 or ROWS % p.kv_heads:
+        return f"kv_heads={p.kv_heads} is no power of two from 2 to {ROWS}"
     if (rows := p.q_tokens * p.q_heads) > ROWS:
         return f"query tokens times query heads are {rows}, of {ROWS} at most"
     if p.bias != "none" or p.page_size or p.eight_bits:
@@ -468,7 +469,7 @@ def _check_split(p: Problem, c: Config, gpu: Gpu) -> str | None:
         if getattr(c, name) != value:
             return f"{name}={getattr(c, name)!r} must be {value!r} with kv_splits={c.kv_splits}: a block is one warpgroup there"
     if c.tile_kv not in SPLIT_TILES_KV:
-        return f"tile_kv={c.tile_kv} must be 64 or 128 with kv_splits={c.kv_splits}"
+        return f"tile_kv={c.tile_kv} must be {' or '.join(map(str, SPLIT_TILES_KV))} with kv_splits={c.kv_splits}"
     if not 2 <= c.max_concurrent_steps <= 16:
         return f"max_concurrent_steps={c.max_concurrent_steps} must be from 2 to 16"
     if reason := _check_heads_of_a_tile(p, c):
@@ -490,9 +491,8 @@ def _check_heads_of_a_tile(p: Problem, c: Config) -> str | None:
         return None
     if heads != p.kv_heads:
         return f"kv_heads_per_tile={heads} must be 1 or kv_heads={p.kv_heads}"
-    if reason := loads_heads_apart(p):
-        return f"kv_heads_per_tile={heads}: {reason}; use 1"
-    return f"kv_heads_per_tile={heads} must divide tile_kv={c.tile_kv}: use 1" if c.tile_kv % heads else None
+    reason = loads_heads_together(p)
+    return None if reason is None else f"kv_heads_per_tile={heads}: {reason}; use 1"
 
 
 def blocks_of_an_sm(problem: Problem, config: Config, gpu: Gpu) -> int:

@@ -22,9 +22,10 @@ from mgpu_ops.matmul.quantities import bytes_moved
 # Fitted to 1493 times on an H200 and an H100, of drawn problems, the suites and stored ones (docs/kernels/matmul.md).
 _LAUNCH = 3.706e-6  # s
 _SHORTER, _SHORT_K = 0.29e-6, 215  # s less, where k is short: few steps fill and drain a pipeline
-# With fewer multiplications, one kernel without a pipeline: s, and more for each of k. Several rows with a k of such multiples
-# are faster. Fitted with the next to 224 drawn problems (results/2026-11-30-h200-matmul-small.jsonl.gz).
-_TINY, _TINY_SECONDS, _TINY_OF_K, _TINY_K = 2**20, 2e-6, 1.67e-9, 512
+# With fewer multiplications, one kernel without a pipeline: s, and more for each of k, up to as many as were timed. Of several
+# rows a k of such multiples is faster; reductions of a batch are as they were. Fitted with the next to 224 drawn problems
+# (results/2026-11-30-h200-matmul-small.jsonl.gz).
+_TINY, _TINY_SECONDS, _TINY_OF_K, _TINY_K, _TINY_MOST_K, _TINY_REDUCTION = 2**20, 2e-6, 1.67e-9, 512, 4096, 2.4e-6
 # s less, where there are few multiplications and bytes, and k is short: less still with one step of 64, and of more
 # multiplications where steps are whole
 _SMALL_SECONDS, _SMALL, _SMALL_BYTES, _SMALL_K = 1e-6, 12e6, 4e6, 400
@@ -93,12 +94,16 @@ def cost(problem: Problem, gpu: Gpu) -> float:
     """Modelled time of XLA in seconds, |...| as in `model.cost`.
 
     time = launch + |waves * tile, HBM bytes / HBM rate| of the best tile, + sum of the parts of k, + activation, + residual;
-    of a tiny product a constant; with a k that must be padded, + the copies of both operands.
+    with a k that must be padded, + the copies of both operands. Of a tiny product 2 us and more for each of k, of one row by
+    B's rows 1.4 us and B's bytes.
     """
     if _is_fast_reduction(problem):
         return _REDUCTION_LAUNCH + bytes_moved(problem) / (_REDUCTION_MEMORY * gpu.memory_bytes_per_s)
     if problem.dtype in DTYPES and problem.batch * problem.m * problem.n * problem.k < _TINY:
-        return _TINY_SECONDS + _TINY_OF_K * (problem.k if problem.m == 1 or problem.k % _TINY_K else 0)
+        if _is_reduction(problem):
+            return _TINY_REDUCTION
+        slow = problem.m == 1 or problem.k % _TINY_K
+        return _TINY_SECONDS + (_TINY_OF_K * min(problem.k, _TINY_MOST_K) if slow else 0.0)
     p, parts, algorithm = problem, split_k(problem, gpu), algorithms.of_xla(problem.algorithm, problem.m, problem.n)
     added = 0.0 if parts > 1 else _activated(p, gpu)
     if p.residual:
@@ -136,8 +141,8 @@ def _is_reduction(p: Problem) -> bool:
 
 
 def _is_fast_reduction(p: Problem) -> bool:
-    """Whether it is one that reads B nearly at HBM's rate. What else was not measured is left out."""
-    alone = p.batch == 1 and p.activation == "none" and not (p.residual or p.normalised or p.bias)
+    """Whether it is one that reads B nearly at HBM's rate. Epilogues were not timed: XLA fuses them with a reduction."""
+    alone = p.batch == 1 and not p.normalised
     slow = p.k > _REDUCTION_LONG_K and bytes_moved(p) >= _REDUCTION_LONG_BYTES
     return _is_reduction(p) and alone and p.dtype in DTYPES and not slow
 
@@ -178,17 +183,17 @@ _MARGIN_INT32 = 0.8  # of large products of int8 with sums as they are: XLA was 
 _HALF_A_WAVE, _K_OF_FEW_TILES, _ROWS_OF_FEW_TILES, _COLUMNS_OF_FEW_TILES = 66, 1024, range(17, 513), 256
 
 # Few rows by matrices whose sides are multiples of 64, as models have them. Where these or k's parts are no powers of two, XLA
-# takes up to 1.7 times as long as modelled. Of 96 drawn and chosen products the models give 66 to the kernel with these
+# takes up to 1.7 times as long as modelled. Of 96 drawn and chosen products the models give 68 to the kernel with these
 # margins, at worst at 0.971x of XLA (results/2026-11-30-h200-matmul-decoding.jsonl.gz). With a short k, or 1 to 15 rows and
 # more than half a wave of tiles, it was at down to 0.912x; XLA reduces one row by B's rows faster than modelled, once 0.712x.
 _ROWS_OF_DECODING, _UNIT_OF_DECODING, _SIDE_OF_DECODING = 65, 64, 1024
 _MANY_ROWS, _MARGIN_OF_SHORT_K, _K_OF_MANY_ROWS = 16, 0.97, 4096
 _K_OF_FEW_ROWS, _MARGIN_OF_FEW_ROWS_BY_T = 2560, 0.94
-# Few rows by small matrices [k, n], such as a router's. One row XLA reduces in two kernels, which its model leaves out: in 25
-# problems of 8 to 3712 columns the kernel was 1.10 to 3.91 times as fast, and is modelled to take up to 1.6 times as long. Of
-# more rows and the smallest matrices XLA takes 0.7 to 0.84 of what is modelled: with the usual margin 4 x 128 x 2048 was at
-# 0.847x (results/2026-11-30-h200-matmul-routers.jsonl, -small.jsonl.gz).
-_COLUMNS_OF_A_ROW, _K_OF_A_ROW = 3712, range(232, 7297)
+# Few rows by small matrices [k, n], such as a router's. One row XLA reduces in two kernels: in 25 problems of 8 to 3712 columns
+# and a k from 232 on the kernel was 1.10 to 3.91 times as fast, and is modelled to take 0.34 to 1.06 of XLA's time. Of more
+# rows and the smallest matrices XLA takes 0.7 to 0.84 of what is modelled: with the usual margin 4 x 128 x 2048 was at 0.847x
+# (results/2026-11-30-h200-matmul-routers.jsonl, -small.jsonl.gz).
+_COLUMNS_OF_A_ROW, _K_OF_A_ROW, _MARGIN_OF_A_ROW = 3712, range(232, 7297), 1.1
 _SMALL_MATRIX, _MARGIN_OF_SMALL_MATRIX = 2**18, 0.7
 # A short k, many rows and few operations: stores take most of the time, and longer than modelled. Of eight, modelled 12 to 17 %
 # ahead, the kernel was slower in seven, at worst 0.87x (-small.jsonl.gz, -small-drawn.jsonl).
@@ -213,12 +218,12 @@ def margin(problem: Problem) -> float:
         # of its own, which this model of a product alone leaves out.
         return 1.0 if p.m % 8 == 0 and p.n % gemm.ROWS == 0 else _MARGIN_OF_RESIDUAL
     if _is_of_few_rows(p) and p.layout == "nn":
-        if p.m == 1 and p.n <= _COLUMNS_OF_A_ROW and p.k in _K_OF_A_ROW and not p.residual:
-            return math.inf
+        if p.m == 1 and p.n <= _COLUMNS_OF_A_ROW and p.k in _K_OF_A_ROW and not (p.residual or p.bias):
+            return _MARGIN_OF_A_ROW
         if p.m > 1 and p.n * p.k <= _SMALL_MATRIX:
             return _MARGIN_OF_SMALL_MATRIX
     if _is_reduction(p) and _is_of_few_rows(p) and not _is_fast_reduction(p) and not (p.residual or p.bias):
-        return 1.0  # six of 21 to 87 MB: 1.07 to 2.87x, and modelled 0.92 to 0.98 of XLA's time
+        return 1.05  # seven of 21 to 87 MB: 1.07 to 3.16x, and modelled 0.92 to 1.02 of XLA's time
     if _is_decoding(p):
         if p.m >= _MANY_ROWS:
             return 1.0 if p.k >= _K_OF_MANY_ROWS else _MARGIN_OF_SHORT_K

@@ -279,8 +279,11 @@ def supports(qkv: jax.Array, k: jax.Array, rows: jax.Array | None, of_heads: boo
     if q_heads % kv_heads:
         return f"kv_heads={kv_heads} does not divide q_heads={q_heads}"
     unit = 2 * _UNIT // k.dtype.itemsize  # halves of heads are whole 16 bytes, in the cache too
-    if head_dim % unit or head_dim > 2 * _BOX or kv_heads > _BOX:
-        return f"head_dim={head_dim} is no multiple of {unit} up to {2 * _BOX}, or kv_heads={kv_heads} is above {_BOX}"
+    if head_dim % unit:
+        why = f"is no multiple of {unit}, whose halves are whole {_UNIT} bytes"
+        return f"head_dim={head_dim} of {k.dtype.name} {why}: pad it, or use backend='xla'"
+    if head_dim > 2 * _BOX or kv_heads > _BOX:
+        return f"head_dim={head_dim} is above {2 * _BOX}, or kv_heads={kv_heads} above {_BOX}: use backend='xla'"
     if rows is not None and (reason := supports_rows(rows)):
         return reason
     if kv_heads * head_dim % (2 * _THREADS):

@@ -398,6 +398,14 @@ def test_what_the_kernel_does_not_take_runs_through_xla_or_says_why(assert_near)
         assert_near(y, z, 4e-3)
 
 
+def test_halves_of_heads_in_a_cache_of_eight_bits_are_whole_16_bytes():
+    given = in_eight_bits(arrays(q_heads=16, kv_heads=16, head_dim=80), "int8")
+    with pytest.raises(
+        ValueError, match="head_dim=80 of int8 is no multiple of 32, whose halves are whole 16 bytes: pad it, or"
+    ):
+        rotary_into_cache(*given, backend="interpret")
+
+
 def test_why_xla_runs_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(dispatch, "_said", set())
     given = arrays(kv_heads=1, head_dim=64)
@@ -477,10 +485,10 @@ def test_one_kernel_writes_a_donated_cache_in_place(kv_heads, head_dim):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 def test_random_sizes_are_right(seed, assert_near):
     rng = np.random.default_rng(seed)
-    kv_heads, head_dim = [(8, 128), (4, 64), (2, 256), (16, 64), (8, 192), (1, 256)][seed]
+    kv_heads, head_dim = [(8, 128), (4, 64), (2, 256), (16, 64), (8, 192), (1, 256), (32, 96), (32, 80), (16, 112)][seed]
     batch, tokens, group = (int(rng.integers(1, n)) for n in (70, 300, 9))
     given = arrays(batch, tokens, kv_heads * group, kv_heads, head_dim)
     run = jax.jit(functools.partial(rotary_into_cache, backend="mosaic"), donate_argnums=(3, 4))
@@ -540,13 +548,17 @@ def in_eight_bits(given: list[Any], kv_dtype: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_a_cache_of_eight_bits_gets_rows_divided_by_scales(kv_dtype, backend, assert_near):
-    given = in_eight_bits(arrays(), kv_dtype)
-    k_scale, v_scale = np.float32([[0.03, 0.05], [0.02, 0.04], [0.1, 0.06]]), np.float32([0.02, 0.07])  # of entries, of heads
+@pytest.mark.parametrize(
+    ("kv_dtype", "heads", "head_dim"), [(KV_DTYPES[0], 2, 128), (KV_DTYPES[1], 2, 128), (KV_DTYPES[0], 8, 96)]
+)
+def test_a_cache_of_eight_bits_gets_rows_divided_by_scales(kv_dtype, heads, head_dim, backend, assert_near):
+    sizes = {"q_heads": 2 * heads, "kv_heads": heads, "head_dim": head_dim}
+    given = in_eight_bits(arrays(**sizes), kv_dtype)
+    k_scale = np.resize(np.float32([[0.03, 0.05], [0.02, 0.04], [0.1, 0.06]]), (3, heads))  # of entries
+    v_scale = np.resize(np.float32([0.02, 0.07]), heads)
     run = functools.partial(rotary_into_cache, backend=backend, k_scale=k_scale, v_scale=v_scale)
     q, k, v = jax.jit(run)(*given)
-    wanted = written_out(*arrays())
+    wanted = written_out(*arrays(**sizes))
     assert_near(q, wanted[0], 4e-3)
     assert (k.dtype, v.dtype) == (given[3].dtype,) * 2
     for b, at in enumerate(np.asarray(given[5])):

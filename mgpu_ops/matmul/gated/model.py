@@ -47,6 +47,7 @@ _FEW_ROWS = 1.5e-6  # s more
 # Of 16 to 64 rows by two matrices of so many weights, times that, and XLA's joined product of both, on an H200
 # (results/2026-11-30-h200-gated_matmul-few-rows.jsonl.gz, -few-rows-joined.jsonl).
 _LARGE, _OF_LARGE, _OF_LARGE_JOINED = 20_000_000, 0.92, 1.14
+_MOST_OF_A_TILE = 48  # rows
 _COMBINED = 1e-6  # s of the kernel of XLA that makes the result of gate and up, beside its bytes
 # `DotMerger` of openxla/xla makes one product of two up to this size of a weight and a result together: seen in the HLO of 13
 # problems. Times of copying both weights that joining them takes, of the same two runs; up to 64 rows that costs nothing.
@@ -118,9 +119,9 @@ def margin(problem: Problem) -> float:
 def _is_few_by_large(p: Problem, gpu: Gpu) -> bool:
     """Whether 16 to 64 rows are multiplied by two large matrices [k, n] on an H200.
 
-    With fewer columns than SMs have tiles of 64 for, 64 rows alone: TMA fills such a tile's other rows with zeros in each step.
+    With fewer columns than SMs have tiles of 64 for, 48 to 64: TMA fills such a tile's other rows with zeros in each step.
     """
-    rows = 16 <= p.m <= gemm.ROWS and (p.m == gemm.ROWS or p.n > gemm.ROWS * gpu.sms)
+    rows = 16 <= p.m <= gemm.ROWS and (p.m >= _MOST_OF_A_TILE or p.n > gemm.ROWS * gpu.sms)
     return gpu.key == "h200" and p.layout == "nn" and not (p.gradient or p.stored) and rows and p.n * p.k >= _LARGE
 
 

@@ -133,11 +133,19 @@ def test_mask_hides_keys_of_entries_or_heads(shape, assert_near):
     assert_near(out, cases.truth(q, k, v, mask=mask)["out"], 1.5e-2)
 
 
-def test_entries_without_keys_and_nan_in_padding(assert_near):
+@pytest.mark.parametrize("heads", [1, 2])
+def test_entries_without_keys_and_nan_in_padding(heads, assert_near):
     problem = P(3, 1, 200, 4, 2, 64, lengths=True)
     arrays = changed(problem, lengths=(jnp.asarray([1, 1, 0], jnp.int32), jnp.asarray([0, 70, 200], jnp.int32)))
     dirty = functools.partial(nan_in_padding, lengths=(0, 70, 200))
-    assert_forward(problem, SPLIT[2], assert_near, arrays, padding=dirty)
+    assert_forward(problem, replace(SPLIT[2], kv_heads_per_tile=heads), assert_near, arrays, padding=dirty)
+
+
+@pytest.mark.parametrize("head_dim", [32, 60, 64, 120, 128, 256])
+def test_heads_whose_rows_are_whole_lines_are_loaded_apart(head_dim):
+    """As they are loaded: 60 in 64 columns."""
+    for lengths in (False, True):
+        assert FORWARD.default(P(16, 1, 4096, 32, 32, head_dim, lengths=lengths), H200).kv_heads_per_tile == 1
 
 
 def nan_in_padding(arrays: tuple[Any, ...], lengths: tuple[int, ...]) -> tuple[Any, ...]:
@@ -308,13 +316,16 @@ def test_the_model_ranks_first_what_was_measured_to_be_fast():
 
 
 def test_heads_that_share_lines_of_memory_are_loaded_together_where_that_was_measured_to_be_faster():
-    """In results/: configs of 98 problems, of which half have such heads. Those with splits that no default has are out."""
+    """In results/: configs of 98 problems, of which half have such heads. Three are out, whose default was not timed.
+
+    Where head dim 112, grouped heads and drawn lengths meet, it is slower than heads apart.
+    """
     slower, faster = [], []
     lines = gzip.decompress(TOGETHER_RESULTS.read_bytes()).decode().splitlines()
     for line in lines[1:]:
         measured = json.loads(line)
         problem, times = P(**measured["problem"]), {config_of(label): us for label, us in measured["us"].items()}
-        if problem.head_dim not in (80, 96, 112, 160):
+        if problem.head_dim not in (80, 96, 112, 160) or problem.batch < 3:
             assert FORWARD.default(problem, H200).kv_heads_per_tile == 1
             continue
         candidates = [config for config in FORWARD.candidates(problem, H200) if config in times]
@@ -322,7 +333,8 @@ def test_heads_that_share_lines_of_memory_are_loaded_together_where_that_was_mea
             apart = next(config for config in candidates if config.kv_heads_per_tile == 1)
             slower.append(times[candidates[0]] / min(times.values()))
             faster.append(times[apart] / times[candidates[0]])
-    assert len(slower) > 30
+    assert len(slower) == 39
+    assert min(faster) > 0.94
     assert statistics.geometric_mean(slower) < 1.03
     assert statistics.geometric_mean(faster) > 1.04
 
@@ -362,7 +374,7 @@ def test_few_heads_and_many_keys_fill_the_gpu(batch, kv_heads):
         (
             P(1, 1, 100, 12, 12, 64),
             {"kv_heads_per_tile": 12},
-            "kv_heads_per_tile=12: kv_heads=12 is no power of two from 2 to 128; use 1",
+            "kv_heads_per_tile=12: kv_heads=12 is no power of two from 2 to 64; use 1",
         ),
         (
             P(1, 5, 100, 16, 4, 64),
