@@ -11,6 +11,7 @@ from mgpu_ops.core.gpu import Gpu
 
 DTYPES = ("bfloat16", "float16")
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+LINE = 128  # bytes that L2 keeps together, of memory
 MAX_SIZE = 2**31 - 256  # of a dimension: 32 bits count up to the end of its last tile
 
 

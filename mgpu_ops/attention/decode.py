@@ -224,7 +224,7 @@ class _ThreadBlock:
     def of(
         seen: Problem, c: Config, x: Operands, smem: dict[str, Any], full: dict[str, Any], accs: Sequence[Any]
     ) -> _ThreadBlock:
-        p, tile_tokens = x.problem, c.tile_kv // c.kv_heads_per_tile
+        p = x.problem
         packing = _Packing(p)
         number = lax.axis_index("block")
         part, entry = lax.div(number, jnp.int32(packing.entries)), lax.rem(number, jnp.int32(packing.entries))
@@ -233,7 +233,7 @@ class _ThreadBlock:
             _load_keys(p, x.k, Position(at.batch, at.head, mine * c.tile_kv), smem, 0, full["k"].at[0])
         _load_queries(packing, x.q, at, smem, full["q"])
         terms = dataclasses.replace(x, problem=seen).mask_terms(at.batch)
-        share = _Share.of(terms.kv_range(*packing.token_range(at), tile_tokens), mine, c.kv_splits, p.page_size > 0)
+        share = _Share.of(terms.kv_range(*packing.token_range(at), c.tile_tokens), mine, c.kv_splits, p.page_size > 0)
         factor = x.inputs.options[1 if p.soft_cap else 0] * LOG2E
         if p.eight_bits and not p.soft_cap:
             factor *= x.kv_scale("k", at)
@@ -354,8 +354,8 @@ class _ThreadBlock:
     @property
     def _masks(self) -> bool:
         """Whether some tile needs a mask. Where a bias ends with the keys, it hides what lies behind them (`load_columns`)."""
-        p, tokens = self.seen, self.c.tile_kv // self.c.kv_heads_per_tile
-        return p.masks(tokens) and (p.bias == "none" or p.left is not None or p.right is not None or p.lengths)
+        p = self.seen
+        return p.masks(self.c.tile_tokens) and (p.bias == "none" or p.left is not None or p.right is not None or p.lengths)
 
     def _round_queries(self) -> None:
         """Queries, which came as the bits of bfloat16, become float16: XLA would take a kernel for it."""
@@ -461,7 +461,7 @@ class _ThreadBlock:
         keys = plgpu.broadcasted_iota(jnp.int32, (shape[1],), 0, layout=PER_COLUMN)
         if heads > 1:
             keys = lax.shift_right_logical(keys, jnp.full_like(keys, heads.bit_length() - 1))
-        keys += self.share.kv_block(step) * (self.c.tile_kv // heads)
+        keys += self.share.kv_block(step) * self.c.tile_tokens
         rows: Any = 0
         if self.p.q_tokens > 1 and self.terms.bounds() != (None, None):
             rows = along_rows(self.packing.tokens(self.packing.row_numbers(self.at)), shape)

@@ -40,7 +40,7 @@ from mgpu_ops.attention.problem import (
 from mgpu_ops.core import limits, rates
 from mgpu_ops.core.eight_bits import with_scale
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import itemsize_of, require
+from mgpu_ops.core.limits import LINE, itemsize_of, require
 
 # --- Random inputs --------------------------------------------------------------------------------------------------
 
@@ -446,7 +446,6 @@ _UNEVEN = 0.3  # times as much longer HBM takes as blocks are missing to give al
 _ENOUGH, _DEEP = 80 * 1024, 0.01  # bytes on the way to an SM, and how much longer HBM takes with as many more
 _WAITS = 0.32e-6  # s of a step in which a warpgroup waits: for barriers, and for the tensor cores to begin and end
 _LEAST_IN_FLIGHT = 1.5  # steps: with two stages values are asked for a step ahead, keys two
-_LINE = 128  # bytes, of memory
 _SHARED_LINES = 0.45  # of the lines' bytes that are of other heads, that memory is asked for
 _TOGETHER = 0.5e-6  # s more of a block's start and end, where a tile has the keys of all heads
 _MOST_TOGETHER = 88  # of `kv_splits` with such blocks: of three sequences
@@ -485,25 +484,17 @@ def _together(problem: Problem, gpu: Gpu) -> list[Config]:
     The default, of these and of heads apart, takes 1.02 times as long as the fastest timed in the mean of 39 problems
     (results/2026-11-30-h200-flash_attention-decode-together.jsonl.gz). Of one or two sequences those timed were slower.
     """
-    heads, splits = _heads_of_a_tile(problem)[-1], 2 * gpu.sms // problem.batch
-    if splits > _MOST_TOGETHER:
+    p, splits = problem, 2 * gpu.sms // problem.batch
+    if splits > _MOST_TOGETHER or loads_heads_together(p):
         return []
-    blocks = max(1, min(math.ceil(problem.kv_tokens * heads / SPLIT_TILES_KV[-1]), splits))
-    found: list[Config] = []
-    for tile_kv, kv_splits, kv_cluster in itertools.product(
-        SPLIT_TILES_KV[::-1], sorted({blocks, blocks // 2 * 2 or 1}), (1, 2)
-    ):
-        c = Config(
-            max_concurrent_steps=2,
-            tile_kv=tile_kv,
-            kv_splits=kv_splits,
-            kv_cluster=kv_cluster,
-            kv_heads_per_tile=heads,
-            **ONE_WARPGROUP,
-        )
-        legal = heads > 1 and check(problem, c, gpu) is None and blocks_of_an_sm(problem, c, gpu) > 1
-        found += [c] if legal and (not found or found[0].tile_kv == tile_kv) else []
-    return found
+    splits = max(1, min(math.ceil(p.kv_tokens * p.kv_heads / SPLIT_TILES_KV[-1]), splits))
+    for tile_kv in reversed(SPLIT_TILES_KV):
+        blocks = dict(ONE_WARPGROUP, tile_kv=tile_kv, max_concurrent_steps=2, kv_heads_per_tile=p.kv_heads)
+        every = itertools.product(sorted({splits, splits // 2 * 2 or 1}), (1, 2))
+        configs = [Config(kv_splits=kv_splits, kv_cluster=kv_cluster, **blocks) for kv_splits, kv_cluster in every]
+        if found := [c for c in configs if check(p, c, gpu) is None and blocks_of_an_sm(p, c, gpu) > 1]:
+            return found
+    return []
 
 
 def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
@@ -516,7 +507,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     blocks = p.batch * (p.kv_heads // heads) * math.ceil(rows / ROWS) * c.kv_splits
     sms = gpu.sms * (_IN_CLUSTERS if clusters else 1.0)
     at_once = int(sms * min(4, blocks_of_an_sm(p, c, gpu)))
-    steps = int(cached_kv_blocks(p, p.q_tokens, c.tile_kv // heads).max())
+    steps = int(cached_kv_blocks(p, p.q_tokens, c.tile_tokens).max())
     longest_share = math.ceil(steps / c.kv_splits) * c.kv_splits / steps  # over the mean one
     read = reference.bytes_moved(dataclasses.replace(p, lengths=False)) * longest_share
     of_hbm = read / (_READING * hbm(gpu)) / blocks  # s of a block
@@ -541,6 +532,7 @@ def _split_cost(p: Problem, c: Config, gpu: Gpu) -> float:
     return rates.LAUNCH + work
 
 
+@functools.lru_cache(4096)
 def _lines_over_row(p: Problem) -> float:
     """Bytes of the memory's lines in which a head's row of keys lies, over the row's, in the mean of all heads.
 
@@ -548,9 +540,9 @@ def _lines_over_row(p: Problem) -> float:
     """
     if p.kv_heads == 1 or p.eight_bits:
         return 1.0
-    row, line = rounded(p.head_dim) * p.kv_itemsize, _LINE
-    lines = [-(-(head * row + row) // line) - head * row // line for head in range(p.kv_heads)]
-    return sum(lines) * line / (p.kv_heads * row)
+    row = rounded(p.head_dim) * p.kv_itemsize
+    lines = [math.ceil((head + 1) * row / LINE) - head * row // LINE for head in range(p.kv_heads)]
+    return sum(lines) * LINE / (p.kv_heads * row)
 
 
 def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
@@ -560,7 +552,7 @@ def _split_block(p: Problem, c: Config, shared: int, gpu: Gpu) -> float:
     loads; and the latency of a load over the bytes in flight.
     """
     d = rounded(p.head_dim)
-    steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_kv // c.kv_heads_per_tile).max()) / c.kv_splits)
+    steps = math.ceil(int(cached_kv_blocks(p, p.q_tokens, c.tile_tokens).max()) / c.kv_splits)
     scores, loaded = ROWS * c.tile_kv, 2 * p.kv_itemsize * c.tile_kv * d
     compute = 4 * scores * d / rate(gpu)
     widened = 0 if not p.eight_bits else 2 * c.tile_kv * d

@@ -157,6 +157,11 @@ class Config:
     rescale: str = "always"
     kv_heads_per_tile: int = 1
 
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens of a kv block."""
+        return self.tile_kv // self.kv_heads_per_tile
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class BackwardConfig:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from mgpu_ops.core import gemm
 from mgpu_ops.core.gpu import Gpu
-from mgpu_ops.core.limits import DTYPES, itemsize_of
+from mgpu_ops.core.limits import DTYPES, LINE, itemsize_of
 from mgpu_ops.matmul import algorithms, quantities
 from mgpu_ops.matmul.model import alignments, slowdown
 from mgpu_ops.matmul.problem import Problem
@@ -30,7 +30,7 @@ _TINY, _TINY_SECONDS, _TINY_OF_K, _TINY_K, _TINY_MOST_K, _TINY_REDUCTION = 2**20
 # multiplications where steps are whole
 _SMALL_SECONDS, _SMALL, _SMALL_BYTES, _SMALL_K = 1e-6, 12e6, 4e6, 400
 _SMALL_STEP, _SMALL_ONE_STEP, _SMALL_WHOLE, _SMALL_WHOLE_SECONDS = 64, 0.5e-6, 15e7, 0.8e-6
-# One row by B's rows is a reduction: s, and of HBM's rate. With a long k and so many bytes XLA takes 1.03 to 2.7 times as long.
+# One row by B's rows is a reduction: s, and of HBM's rate. With a long k and so many bytes it is no fast one.
 _REDUCTION_LAUNCH, _REDUCTION_MEMORY = 1.4e-6, 0.875
 _REDUCTION_LONG_K, _REDUCTION_LONG_BYTES = 4096, 17e6
 _RATE = 0.8464  # of the datasheet's FLOP/s
@@ -86,7 +86,6 @@ _SPLIT_FLOP, _SPLIT_BYTE = 100.0, 0.194136  # of a tile's arithmetic, of a wave;
 _SPLIT_SUM, _SPLIT_SUM_BYTE = 4.36e7, 193.1384  # of a kernel that adds up parts, and of each byte that it reads and writes
 _SPLIT_FLOPS = {"tf32_x3": 12, "bf16_x3": 12, "bf16_x6": 20, "bf16_x9": 28}  # for each element, by algorithm; else 2
 _SPLITS = (1, 2, 4, 8, 16, 32, 64, 128)
-_LINE = 128  # bytes of L2
 _ALIGNED = 8  # elements of 16 bits in 16 bytes
 
 
@@ -196,6 +195,9 @@ _K_OF_FEW_ROWS, _MARGIN_OF_FEW_ROWS_BY_T = 2560, 0.94
 # (results/2026-11-30-h200-matmul-routers.jsonl, -small.jsonl.gz, -small-drawn.jsonl).
 _COLUMNS_OF_A_ROW, _K_OF_A_ROW, _MARGIN_OF_A_ROW = 3712, range(232, 7297), 1.1
 _SMALL_MATRIX, _MARGIN_OF_SMALL_MATRIX = 2**18, 0.7
+# One row by B's rows, a reduction that is no fast one: in seven of 21 to 87 MB the kernel was 1.07 to 3.16 times as fast, and
+# is modelled to take 0.92 to 1.02 of XLA's time.
+_MARGIN_OF_SLOW_REDUCTION = 1.05
 # A short k, many rows and few operations: stores take most of the time, and longer than modelled. Of eight, modelled 12 to 17 %
 # ahead, the kernel was slower in seven, at worst 0.87x (-small.jsonl.gz, -small-drawn.jsonl).
 _STORED_K, _STORED_ROWS, _STORED_COLUMNS, _STORED, _MARGIN_OF_STORES = 448, 1536, 200, 4e9, 0.78
@@ -224,7 +226,7 @@ def margin(problem: Problem) -> float:
         if p.m > 1 and p.n * p.k <= _SMALL_MATRIX and p.k % _TINY_K == 0:
             return _MARGIN_OF_SMALL_MATRIX
     if _is_reduction(p) and _is_of_few_rows(p) and not _is_fast_reduction(p) and not (p.residual or p.bias):
-        return 1.05  # seven of 21 to 87 MB: 1.07 to 3.16x, and modelled 0.92 to 1.02 of XLA's time
+        return _MARGIN_OF_SLOW_REDUCTION
     if _is_decoding(p):
         if p.m >= _MANY_ROWS:
             return 1.0 if p.k >= _K_OF_MANY_ROWS else _MARGIN_OF_SHORT_K
@@ -277,7 +279,7 @@ def sustained_margin(problem: Problem) -> float:
 def _memory(p: Problem, gpu: Gpu) -> float:
     """The time of HBM at its whole rate. Of an operand whose rows do not all begin at lines it is longer."""
     operands = zip(alignments(p), (p.m, p.n))
-    across = sum(rows * p.k for aligned, rows in operands if aligned < _LINE)
+    across = sum(rows * p.k for aligned, rows in operands if aligned < LINE)
     return (bytes_moved(p) + (_ACROSS_LINES - 1.0) * p.batch * across * itemsize_of(p.dtype)) / gpu.memory_bytes_per_s
 
 
@@ -295,7 +297,7 @@ def _arithmetic(p: Problem, parts: int, rows: int, columns: int, left: float, gp
         rate = _RATES[algorithm] * gpu.bf16_flops
     if p.scales == "block":  # of float32 numbers, rounded to tf32
         rate = _RATE_OF_BLOCKS * gpu.bf16_flops
-    further = _STORE_ALIGNED if p.n * itemsize_of(p.out_dtype) % _LINE == 0 else _STORE_OTHERS
+    further = _STORE_ALIGNED if p.n * itemsize_of(p.out_dtype) % LINE == 0 else _STORE_OTHERS
     return waves * flops * gpu.sms / (left * rate) + _STORE * area * (1 + further * (waves - 1))
 
 
